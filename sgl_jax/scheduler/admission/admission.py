@@ -115,8 +115,7 @@ class Admission:
             is_changed = self._start_some(rooms, offer, step)
 
     def _has_tokens(self, builder: StepBuilder, highest: int) -> bool:
-        """Return whether the step may have prompt tokens for a waiting request up to priority
-        `highest`."""
+        """Return whether the step may have prompt tokens for a waiting request up to `highest`."""
         num_above = highest - builder.priority_floor
         if num_above == 1 and builder.most_tokens < NO_LIMIT:
             return self._waiting.has_short(
@@ -211,8 +210,7 @@ class Admission:
         return True
 
     def _hold_for(self, rooms: list[RankRoom], request: Request, step: int) -> RankRoom | None:
-        """Hold a rank for a due request and return its room; None if it is held for an earlier
-        request."""
+        """Hold a rank for a due request and return its room; None if it is held for another."""
         cursors, hold = self._waiting.cursors(request), self._holds.get(request.rid)
         if hold is None:
             open_rooms = [room for room in _allowed(rooms, request) if not room.is_held]
@@ -285,8 +283,7 @@ class Admission:
         )
 
     def _held(self, rooms: Rooms, ranks: Ranks, step: int) -> tuple[Rooms, dict[int, str]]:
-        """Return `rooms` with the holds of the last planned step, and each held rank's request
-        id."""
+        """Return `rooms` with the holds of the last planned step, and the requests' ids by rank."""
         held, holders = rooms.copy(), {}
         for rid, hold in reversed(self._holds.items()):
             request = self._waiting.find_due(rid)
@@ -313,8 +310,7 @@ class Admission:
     def _choose(
         self, rooms: list[RankRoom], records: Rooms, request: Request, step: int
     ) -> Option | None:
-        """Return the best rank for a request, even if it must wait there; None if it fits no rank
-        now."""
+        """Return the best rank for a request, even if it must wait; None if it fits no rank now."""
         cursors, allowed = self._waiting.cursors(request), _allowed(rooms, request)
         # With one rank there is no cost to compare: skip the lookup in host memory.
         bound, reads_host = _num_unskewed(rooms), len(allowed) > 1

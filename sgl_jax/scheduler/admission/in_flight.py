@@ -65,7 +65,7 @@ class InFlight:
             self.add(row)
 
     def add(self, row: int) -> None:
-        """Add the request that prefills in `row`. Of two with a shared beginning, the one of higher
+        """Add the request that prefills in `row`. If two share a beginning, the one of higher
         priority leads, else the first."""
         rank, memory = self._rank, self._rank.memory
         request, lease = rank.running.request(row), memory.leases[row]

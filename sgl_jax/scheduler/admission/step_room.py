@@ -131,20 +131,18 @@ class RankRoom:
         return self._num_total - int(self._rooms["pages"][self.dp_rank, 0])
 
     def pages_short(self, request: Request, num_pages: int) -> int:
-        """Return the pages that `request` lacks if it takes `num_pages` to start here; <= 0 if
-        none."""
+        """Return the pages that `request` lacks if it takes `num_pages` here; <= 0 if none."""
         return self._waiting.pages_short(request, self._rooms, self.dp_rank, num_pages)
 
     def takes(self, request: Request, num_read: int) -> bool:
-        """Return whether `request` can start in this step if it has enough pages, reading
-        `num_read` tokens."""
+        """Return whether `request`, reading `num_read` tokens, can start in this step if it has
+        enough pages."""
         num_tokens = len(request.tokens) - num_read
         return self.is_open and self._builder.takes(request.priority, request.tenant, num_tokens)
 
     @property
     def open_tenants(self) -> BoolArray | bool:
-        """Return, by number or for all, whether a tenant's next prompt gets tokens at any
-        length."""
+        """Return whether a tenant's next prompt gets tokens at any length, by number or for all."""
         open_tenants = self._builder.open_tenants
         return False if open_tenants is None else open_tenants
 
@@ -167,7 +165,7 @@ class RankRoom:
         return num_pages if short <= 0 else None
 
     def _pages(self, request: Request, cursor: PrefixCursor, most_short: int) -> tuple[int, int]:
-        """Return the pages that `request` takes to start here and those that it lacks (<= 0 if
+        """Return the pages that `request` takes to start here and the pages that it lacks (<= 0 if
         none), or upper bounds of both if it fits."""
         num_pages = self.rank.num_pages_at_most(request)
         # Usually there are enough pages, however much of its prefix is in use.
@@ -229,7 +227,7 @@ class RankRoom:
         return self._in_flight.leader(request, cursor, num_read)
 
     def fetch(self, request: Request, cursor: PrefixCursor) -> tuple[int, int] | None:
-        """Fetch the request's prefix from the host if that is faster; return its row and length, or
+        """Fetch the request's prefix from the host if faster; return its row and length, or
         None."""
         num_read = self.rank.reusable_len(request, cursor)
         num_ahead = self._builder.num_prefill_tokens
@@ -240,8 +238,7 @@ class RankRoom:
         return found
 
     def stay(self, num_pages: int) -> None:
-        """Count a request that takes `num_pages` and waits for room here though other ranks have
-        it."""
+        """Count a request that takes `num_pages` and waits here though other ranks have room."""
         self.num_staying += 1
         self._staying_pages += num_pages
 

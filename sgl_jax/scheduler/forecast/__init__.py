@@ -1,1 +1,1 @@
-"""Forecasts of output lengths and memory, and the test whether a request fits them."""
+"""Forecasts output lengths and memory, and tests whether a request fits the forecast."""

@@ -1,17 +1,17 @@
-"""Which requests fit which ranks.
+"""Decides which requests fit which ranks.
 
-A request fits a rank if at each moment ahead the pages that running requests are forecast to hold
-and its own, weighted by the chance that it still runs, stay within the pool. It also fits if its
-pages up to its own limit do, next to the most that the running requests may come to take: no
-forecast keeps it from starting then.
+A request fits a rank if at each moment ahead its pages and the pages that running requests are
+forecast to hold stay within the pool. Its pages are weighted by the chance that it still runs. It
+also fits if its pages up to its limit, next to the most that the running requests may still take,
+are within the pool: no forecast keeps it from starting then.
 
-A moment does not count if the request has done enough by then. Each of its tokens saves a part of
-a step, whose fixed time the rank's requests share. A retract at that moment costs its prompt and
+A moment does not count if the request has done enough by then. Each of its tokens saves a part of a
+step, whose fixed time the rank's requests share. A retract at that moment costs its prompt and
 these tokens once more, times `conservativeness`.
 
-A rank that is held for a request counts that one's pages from the step on at which it is expected
-to start. So others may pass it that end before, or leave it enough (backfilling; Lifka, "The
-ANL/IBM SP Scheduling System", 1995).
+If a rank is held for a request, the held pages count from the step at which it is expected to
+start. So another request may pass it if it ends before, or leaves it enough (backfilling; Lifka,
+"The ANL/IBM SP Scheduling System", 1995).
 """
 
 from typing import Any, TypeAlias
@@ -35,26 +35,26 @@ NO_FLOOR = int(np.iinfo(np.int64).min)
 # More tokens than any request has.
 NO_LIMIT = int(np.iinfo(np.int32).max)
 
-# The room of a rank for another request.
+# The capacity of a rank for another request.
 ROOM = np.dtype(
     (
         np.record,
         [
             ("total", np.int64),  # pages of the first pool
-            ("num_in_use", np.int64),  # of these, by running requests now
-            ("pages", np.float64, len(MOMENTS) - 1),  # that they are forecast to hold then
-            ("peak", np.int64),  # index of the highest of these
-            ("most", np.int64),  # that they may come to hold
+            ("num_in_use", np.int64),  # pages held by running requests now
+            ("pages", np.float64, len(MOMENTS) - 1),  # forecast of their pages at each moment
+            ("peak", np.int64),  # index of the highest of `pages`
+            ("most", np.int64),  # upper bound on their pages
             ("num_running", np.int64),  # requests
             ("conservativeness", np.float64),  # of growth up to 1, and of a retract's price
             ("page_size", np.int64),
             ("chunk_size", np.int64),  # prompt tokens of a step
-            ("step_price", np.int64),  # prompt tokens that take as long as a step does without any
+            ("step_price", np.int64),  # prompt tokens that take as long as a step without any
             ("is_open", np.bool_),  # whether the step takes another request that fits
             ("floor", np.int64),  # a request starts in this step only if its priority is above
-            ("most_tokens", np.int64),  # if it is so by one, only if it has no more to compute
-            # It is held against requests up to this priority, for another that is expected to hold
-            # so many pages, from so many steps on, and so many at most.
+            ("most_tokens", np.int64),  # if above by one, only with at most this many to compute
+            # It is held against requests up to this priority, for a request that is expected to
+            # hold `held_pages` from `held_steps` on, and `held_most` at most.
             ("held_above", np.int64),
             ("held_pages", np.int64),
             ("held_steps", np.int64),
@@ -72,7 +72,7 @@ NEED = np.dtype(
             ("pages", np.int32),  # for its known tokens and one more
             ("most", np.int32),  # up to its limit
             ("tokens", np.int32),  # known
-            ("left", np.int32),  # tokens that it may still gain
+            ("left", np.int32),  # maximum number of further tokens
             ("output_len", np.int32),  # of the known tokens
             ("length_class", np.int32),  # of its output
             ("bucket", np.int32),  # of the output's present length
@@ -96,7 +96,7 @@ def write_load(
 
 @compiled("(rooms[::1], int64, int64, int64)", rooms=ROOM)
 def write_ample(rooms: Rooms, dp_rank: int, num_in_use: int, most_growth: int) -> None:
-    """Write the pages of a rank where any request fits: it needs no forecast of their growth."""
+    """Write the pages of a rank where any request fits, so that no forecast is needed."""
     assert 0 <= dp_rank < len(rooms)
     room = rooms[dp_rank]
     room.num_in_use, room.peak, room.most = num_in_use, 0, num_in_use + most_growth
@@ -123,9 +123,9 @@ def _num_steps(room: Any, num_pages: int) -> int:
 
 @compiled("(room,)", room=ROOM)
 def _steps_per_page(room: Any) -> float:
-    """Return the steps in which a request has done enough for a retract, for each page that it
+    """Return the steps after which a request has done enough for a retract, for each page that it
     takes to start; infinity if it never has."""
-    # In prompt tokens, by each of its tokens.
+    # Both in prompt tokens, for each of its tokens.
     gain, price = room.step_price / (room.num_running + 1), room.conservativeness
     return float(price * room.page_size / (gain - price)) if gain > price else np.inf
 
@@ -148,8 +148,8 @@ def _most_short(
 ) -> float:
     """Return the pages that a request lacks at the moment at which it lacks most.
 
-    See `pages_short`. Its prompt takes `num_steps`. If `is_alone`, the pages of others do not
-    count. If `is_held`, the rank's hold counts. `steps_per_page` is from `_steps_per_page`.
+    Its prompt takes `num_steps`. If `is_alone`, the pages of other requests do not count. If
+    `is_held`, the rank's hold counts. `chances`, for each moment, are its chances to run on.
     """
     growth = min(room.conservativeness, 1.0) * (need.most - need.pages) / max(need.left, 1)
     horizon = num_pages * steps_per_page
@@ -187,14 +187,14 @@ def _pages_short(
     moments: IntpArray,
     steps_per_page: float,
 ) -> int:
-    """Return the pages that a request lacks in a room; not above 0 if it has enough.
+    """Return the pages that a request with `need` lacks in `room`; <= 0 if none.
 
     Args:
-        room: of a rank.
-        need: the request's.
-        num_pages: it takes to start, `need.pages` or fewer, since others have its prefix in use.
-        chances: of `OutputLengths`.
+        num_pages: pages that it takes to start: `need.pages`, or fewer if other requests have its
+            prefix in use.
+        chances: `OutputLengths.chances`.
         moments: `MOMENTS`.
+        steps_per_page: the result of `_steps_per_page`.
     """
     worst: int = int(room.most + need.most - (need.pages - num_pages) - room.total)
     num_steps = _num_steps(room, num_pages)
@@ -226,16 +226,13 @@ def pages_short(
     chances: Float64Array,
     moments: IntpArray,
 ) -> int:
-    """Return the pages that the request in `line` lacks on a rank; not above 0 if it has enough.
+    """Return the pages that the request in `line` lacks on a rank; <= 0 if none.
 
     Args:
-        rooms: ROOM[ranks].
-        dp_rank: index of the rank's room.
-        needs: NEED[lines].
-        line: index of the request's need.
-        num_pages: it takes to start, beside shared pages of its prefix.
-        chances: of `OutputLengths`.
-        moments: `MOMENTS`.
+        rooms, needs: ROOM[ranks], NEED[lines].
+        dp_rank, line: indices of the rank's room and the request's need.
+        num_pages: pages that it takes to start, without shared pages of its prefix.
+        chances, moments: `OutputLengths.chances`, `MOMENTS`.
     """
     assert 0 <= dp_rank < len(rooms)
     assert 0 <= line < len(needs)
@@ -251,8 +248,8 @@ def pages_short(
 def most_short(
     rooms: Rooms, needs: Needs, line: int, chances: Float64Array, moments: IntpArray
 ) -> IntpArray:
-    """Return `pages_short` in each of `rooms` if no running request has the prefix of the request
-    in use: int64[len(rooms)]."""
+    """Return int64[len(rooms)], the pages that the request in `line` lacks in each of `rooms` if no
+    running request has its prefix in use; <= 0 if none."""
     short = np.empty(len(rooms), np.int64)
     assert 0 <= line < len(needs)
     for k in range(len(rooms)):
@@ -280,8 +277,9 @@ def hold(
 ) -> None:
     """Hold a rank for the request in `line`, which is expected to start there in `num_steps`.
 
-    It holds the rank against its priority and lower ones. The other parameters are as of
-    `pages_short`.
+    The rank is held against requests of its priority and lower. The request takes `num_pages` to
+    start, without shared pages of its prefix. `chances` are `OutputLengths.chances`; `moments` are
+    `MOMENTS`.
     """
     assert 0 <= dp_rank < len(rooms)
     assert 0 <= line < len(needs)
@@ -297,8 +295,8 @@ def hold(
 
 @compiled("(rooms[::1], int64, int64, int64[::1])", rooms=ROOM)
 def steps_to_room(rooms: Rooms, dp_rank: int, num_pages: int, moments: IntpArray) -> int:
-    """Return the steps until the forecast leaves `num_pages` on a rank; the last of `moments` if it
-    does not before."""
+    """Return the steps until the forecast leaves `num_pages` on a rank, the last of `moments` at
+    most."""
     assert 0 <= dp_rank < len(rooms)
     room = rooms[dp_rank]
     for j in range(len(room.pages)):
@@ -349,13 +347,12 @@ def find_fits(
     """Return which lines fit which of `ranks`, bool[len(ranks), lines].
 
     Args:
-        rooms: ROOM[n]; no line fits one that is not open.
+        rooms: ROOM[n]; no line fits a room that is not open.
         ranks: indices of the rooms.
-        pages: int32[len(ranks), lines] that a line takes to start; `NEVER` if it may not.
+        pages: int32[len(ranks), lines], pages that a line takes to start; `NEVER` if it may not.
         needs: NEED[lines] or more.
-        is_tried: bool[lines]; False for the others.
-        chances: of `OutputLengths`.
-        moments: `MOMENTS`.
+        is_tried: bool[lines]; the result is False for lines not tried.
+        chances, moments: `OutputLengths.chances`, `MOMENTS`.
     """
     fits = np.zeros(pages.shape, np.bool_)
     num_ranks, end = pages.shape
@@ -388,7 +385,8 @@ def with_tokens(
     open_tenants: BoolArray,
 ) -> IntpArray:
     """Return the lines for which any rank has prompt tokens: int64[n], in the order of `lines`.
-    `next_line` takes the same arguments."""
+    `least`, int32[len(ranks), lines], are the pages that a line takes with its cached prefix in
+    use; `open_tenants`, bool[all ranks, tenants], are not bound by `ROOM.most_tokens`."""
     found, num_found = np.empty(len(lines), np.intp), 0
     num_ranks, end = least.shape
     assert num_ranks == len(ranks)
@@ -439,9 +437,9 @@ def next_line(
     chances: Float64Array,
     moments: IntpArray,
 ) -> tuple[int, int]:
-    """Return the index in `order` of the first line from `start` on that may start or that a rank
-    may be held for, and which of the two: `MAY_START` or `MAY_HOLD`; len(order) and `MAY_HOLD` if
-    there is none.
+    """Return the index in `order`, from `start` on, of the first line that may start or that a rank
+    may be held for, and which of the two: `MAY_START` or `MAY_HOLD`. Return len(order) and
+    `MAY_HOLD` if there is no such line.
 
     If that depends on how many of a line's cached pages are in use, and `in_use` does not have it,
     return the line's index and the index in `ranks` of the rank.
@@ -450,19 +448,17 @@ def next_line(
         order: the lines, first to last.
         rooms: ROOM[all ranks].
         ranks: indices of the rooms of the following arrays.
-        least: int32[len(ranks), lines], the pages that a line takes to start if all of its prefix
-            that is cached is in use; `NEVER` if it may not.
-        preempts: bool[len(ranks), lines], whether a line fits if others give way, or empty.
-        needs: NEED[lines] or more.
-        tenant: int32[lines] or more.
+        least: int32[len(ranks), lines], the pages that a line takes to start if all of its cached
+            prefix is in use; `NEVER` if it may not.
+        preempts: bool[len(ranks), lines], whether a line fits after retracts; or empty.
+        needs, tenant: NEED[lines] and int32[lines], or more.
         open_tenants: bool[all ranks, tenants], whether a tenant's next prompt is not bound by
             `ROOM.most_tokens`.
-        passed_over: int32[lines], passes of each, which starts raise.
-        max_passed_over: a line with so many is due.
+        passed_over: int32[lines], passes over each line; they grow as requests start.
+        max_passed_over: a line with this many passes is due.
         in_use: int32[len(ranks), lines], how many of the pages of a line's cached prefix are in
             use, below 0 if not counted yet.
-        chances: of `OutputLengths`.
-        moments: `MOMENTS`.
+        chances, moments: `OutputLengths.chances`, `MOMENTS`.
     """
     num_ranks, end = least.shape
     assert num_ranks == len(ranks) == len(in_use)
@@ -484,7 +480,7 @@ def next_line(
         is_due = passed_over[line] >= max_passed_over
         for k in range(num_ranks):
             room, num_pages = rooms[ranks[k]], least[k, line]
-            # Most lines that do not fit lack pages now: that is seen first.
+            # Check first for pages now: most lines that do not fit lack them.
             may_start = num_pages <= num_free[k]
             if (not may_start and not is_due and not preempts.size) or num_pages == NEVER:
                 continue

@@ -1,14 +1,14 @@
-"""A forecast of the pages that each rank's running requests will hold.
+"""Forecasts the pages that each rank's running requests will hold.
 
-To keep every request's longest possible output free would leave most of the pool unused; to keep
-nothing would admit too much and retract all the time. So the need for memory is forecast: for some
-moments ahead, the size of each running request and the chance that it still runs
-(`output_lengths.py`). The forecast is the mean of the sum, and a part of its standard deviation.
+Keeping every request's longest possible output free would leave most of the pool unused; keeping
+nothing free would admit too much and retract all the time. So the need for memory is forecast from
+the size of each running request, at some moments ahead, and the chance that it still runs
+(`output_lengths.py`). The forecast is the mean of the sum plus a part of its standard deviation.
 (Gong et al., "Past-Future Scheduler", ASPLOS 2025, draw the lengths at random; here mean and
 variance of the sum are computed, so that all hosts find the same.)
 
 The rows' parts of mean and variance are summed for each rank once in a step, and a request that
-starts adds its row. Sums are kept by powers of the part of its pages that each row gives back,
+starts adds its row. Sums are kept by powers of the fraction of its pages that each row gives back,
 which changes for all rows as pages are shared.
 """
 
@@ -27,7 +27,7 @@ from sgl_jax.scheduler.forecast.fits import ROOM, Rooms
 from sgl_jax.scheduler.forecast.output_lengths import MOMENTS, Float64Array, OutputLengths
 from sgl_jax.scheduler.running_rows import RowColumns
 
-# The forecast's distance above the mean need, in standard deviations: at a moment the need is
+# The forecast's distance above the mean need, in standard deviations: at one moment the need is
 # higher with a chance of 40 %, at the peak of all moments less often.
 _NUM_DEVIATIONS = 0.25
 _NUM_MOMENTS = len(MOMENTS) - 1
@@ -36,7 +36,7 @@ _NUM_MOMENTS = len(MOMENTS) - 1
 _NEED_FIELDS = [
     ("held", np.int64),  # pages that rows list
     ("known", np.int64),  # pages that rows lack for their present tokens
-    ("most", np.int64),  # pages that rows lack for all tokens that they may come to have
+    ("most", np.int64),  # pages that rows lack for the most tokens they can have
     *(("mean_a", np.float64, _NUM_MOMENTS), ("mean_b", np.float64, _NUM_MOMENTS)),  # c a, c b
     # a, b, if c is not 0
     *(("most_a", np.float64, _NUM_MOMENTS), ("most_b", np.float64, _NUM_MOMENTS)),
@@ -54,9 +54,9 @@ class Forecast:
     """The forecast of several ranks while requests start in a step.
 
     Args:
-        lengths: of the outputs of all ranks.
-        memories: of the ranks.
-        tables: columns of the ranks' joint rows, as `running`.
+        lengths: the estimate of output lengths, for all ranks.
+        memories: the memories of the ranks.
+        tables, running: columns of the ranks' joint rows.
         chunk_size: prompt tokens of a step.
     """
 
@@ -78,8 +78,8 @@ class Forecast:
     def add(
         self, rows: RowIndex, bounds: IntpArray, is_counted: BoolArray, ranks: slice = slice(None)
     ) -> None:
-        """Add requests that run in `rows`, joint ones. Rows of rank k of `ranks` lie in
-        [bounds[k], bounds[k + 1]), and are left out if the rank is not counted."""
+        """Add the requests in the joint `rows`. Rank k of `ranks` has those in [bounds[k], bounds[k
+        + 1]); they are left out unless `is_counted[k]`."""
         running, lengths, tables = self._running, self._lengths, self._tables
         lens = _lens(
             rows, running.planned_len, running.max_len, running.prompt_len, tables.kv_committed_len
@@ -104,7 +104,7 @@ class Forecast:
         self.add(np.array((joint,)), _ONE_ROW, _ALL_OF_ONE, slice(dp_rank, dp_rank + 1))
 
     def recount(self, dp_rank: int, active: RowIndex) -> None:
-        """Count the requests of a rank anew: those in the rows `active`."""
+        """Count the requests of a rank again, from its rows `active`."""
         self._needs[dp_rank] = 0
         joint = self._memories[dp_rank].rows.first_row + active
         bounds = np.array((0, len(joint)))
@@ -115,8 +115,8 @@ class Forecast:
         return _write(self._needs[dp_rank : dp_rank + 1], self._num_in_use(dp_rank), room)
 
     def write_for(self, dp_rank: int, rows: RowIndex, num_freed: int, room: Rooms) -> None:
-        """Write the forecast of a rank to `room`, ROOM[1], if only the requests in `rows` ran there
-        and the others freed `num_freed` pages."""
+        """Write the forecast of a rank to `room`, ROOM[1], as if only the requests in `rows` ran
+        there and the rest had freed `num_freed` pages."""
         alone = Forecast(self._lengths, self._memories, self._tables, self._running, self._chunk)
         alone.recount(dp_rank, rows)
         _write(alone._needs[dp_rank : dp_rank + 1], self._num_in_use(dp_rank) - num_freed, room)
@@ -134,8 +134,8 @@ def _lens(
     prompt_len: Int32Array,
     committed_len: Int32Array,
 ) -> Int32Array:
-    """Return tokens that each of `rows` has, has with one more, may come to have, has of its
-    output, and has not computed: int32[5, n]."""
+    """Return int32[5, n], token counts of each of `rows`: present, present and one more, maximum,
+    of the output, and not computed."""
     lens = np.empty((5, len(rows)), np.int32)
     assert len(planned_len) == len(max_len) == len(prompt_len) == len(committed_len)
     for i in range(len(rows)):
@@ -159,13 +159,12 @@ def _add_running(
     held: float,
     known: float,
 ) -> None:
-    """Add a running request to the sums of its rank.
+    """Add a running request to the sums of its rank, the `_NEEDS` record `need`.
 
     Args:
-        need: the rank's record.
-        goes_on: the request's chances to run on up to each of `moments` after its prompt, which
-            takes `num_steps` yet.
-        left_len: tokens that the request may still gain, `growth` pages each.
+        goes_on: float64, the request's chances to run on up to each moment after its prompt.
+        num_steps: steps until its prompt is computed.
+        left_len, growth: tokens that the request may still gain, and pages for each of them.
         held: pages that the request lists.
         known: pages that it lacks for its present tokens and one more.
     """
@@ -215,11 +214,11 @@ def _add_rows(
     Args:
         bounds: rank k has the rows from bounds[k] to bounds[k + 1].
         is_counted: bool[ranks].
-        classes: of the rows' outputs; `buckets` are of their present lengths.
-        lens: int32[5, n] of the rows, from `_lens`.
-        pages: int32[4, n], from `pages_held_and_lacking` for the first three `lens`.
-        chances: of `OutputLengths`.
-        moments: `MOMENTS`.
+        classes, buckets: int32[n], classes of the rows' outputs, and buckets of their present
+            lengths.
+        lens: int32[5, n], the result of `_lens`.
+        pages: int32[4, n], the result of `pages_held_and_lacking` for the first three `lens`.
+        chances, moments: `OutputLengths.chances`, `MOMENTS`.
         chunk_size: prompt tokens of a step.
         needs: `_NEEDS` records [ranks].
     """
@@ -249,12 +248,12 @@ def _add_rows(
 def _write(needs: _Records, num_in_use: int, rooms: Rooms) -> float:
     """Write a rank's forecast to its room; return its pages at the peak.
 
-    `needs` and `rooms` have the records of the rank alone; `num_in_use` are the pages that its
-    requests list, each counted once.
+    `needs` and `rooms` have only the record of the rank; `num_in_use` is the number of distinct
+    pages that its requests list.
     """
     assert len(needs) == len(rooms) == 1
     need, room = needs[0], rooms[0]
-    # A shared page is given back by the last that reads it: each has its part of it.
+    # The last reader of a shared page frees it: each reader counts a part of it.
     own_part = num_in_use / max(need.held, 1)
     peak, room.most = 0, num_in_use + need.most
     for j in range(len(need.mean_a)):

@@ -1,13 +1,12 @@
-"""The distribution of output lengths: the chance that a request has not ended after so many tokens.
+"""Estimates the distribution of output lengths: the chance to continue after a number of tokens.
 
 Lengths fall into buckets, eight to each doubling. Each class of requests (tenant, and requested
 limit by doublings) keeps two counts per bucket: outputs that reached it, and outputs that ended
 there by themselves. Their ratio is the bucket's hazard, and the product of (1 - hazard) is the
-chance to pass (Kaplan and Meier, 1958). So an output that was cut off, by its limit or its client,
-counts as far as it came, and so does a running output: the estimate moves long before the first
-long output ends. Counts decay with each output that ends. Classes with few outputs use the hazards
-of all requests; if these are few, a scale-free prior applies: an output doubles its length with a
-chance of .7.
+chance to pass (Kaplan and Meier, 1958). So an output cut off by its limit or its client counts up
+to its length, and so does a running output: the estimate moves long before the first long output
+ends. Counts decay with each ended output. Classes with few outputs use the hazards of all requests;
+if these are few, a scale-free prior applies: an output doubles its length with a chance of .7.
 """
 
 import numpy as np
@@ -24,22 +23,22 @@ MAX_CLASSES = 256  # requests of any further class count in the class of all
 _ALL = 0
 _PER_DOUBLING = 8
 _NUM_DOUBLINGS = 22
-# The weight of an ended output halves after some 90 more.
+# The weight of an ended output halves after about 90 more.
 _KEPT = 1 - 1 / 128
-# A prior counts as this many outputs.
+# Each prior counts as this many outputs.
 _WEIGHT_OF_ALL = 8.0
 _WEIGHT_OF_PRIOR = 2.0
 _PRIOR_HAZARD = 0.0424  # 1 - 2 ** (-1 / 16)
 _PRIOR_FROM = 32  # tokens, before which the prior expects no end
 _MAX_HAZARD = 0.99
-# A request with a smaller chance to run on counts as gone.
+# A request with a smaller chance to continue counts as ended.
 _LEAST_CHANCE = 0.001
 _NO_LENS = np.zeros(0, np.int32)
 
 
 # Steps ahead for which needs are forecast: 0, 8, .. 24, 32, 40, .. 56, 64, 80, .. 112, 128, 160, ..
-# 1,024. Later steps are not planned: memory that idles longer costs more than a retract, which
-# keeps all tokens.
+# 1,024. Later steps are not planned: memory idle for longer costs more than a retract, which keeps
+# all tokens.
 MOMENTS: IntpArray = np.concatenate(
     (np.arange(0, 32, 8), ((4 + np.arange(4)) << np.arange(3, 8)[:, None]).reshape(-1), [1024])
 )
@@ -71,7 +70,7 @@ class OutputLengths:
         _update(_NO_LENS, _NO_LENS, 1, self.starts, self._reached, self._ended, self.survival)
 
     def class_of(self, request: Request) -> int:
-        """Return the number of the request's class: its line of `survival`."""
+        """Return the number of the request's class, its index in `survival`."""
         key = request.tenant, (request.max_len - request.prompt_len).bit_length()
         number = self._classes.get(key)
         if number is None:
@@ -87,8 +86,7 @@ class OutputLengths:
         _count(number, num_tokens, has_ended, self.starts, self._reached, self._ended)
 
     def buckets(self, classes: Int32Array, output_lens: Int32Array) -> Int32Array:
-        """Return the buckets of outputs by class and present length, int32[n]; their `chances` are
-        current then."""
+        """Return int32[n], the buckets of outputs by class and present length; update `chances`."""
         found: Int32Array = _find_buckets(
             classes,
             output_lens,
@@ -116,7 +114,7 @@ class OutputLengths:
         return bucket, expected
 
     def update(self, running: RowColumns, rows: RowIndex) -> None:
-        """Compute `survival` anew, with the present lengths of the running requests in `rows`."""
+        """Compute `survival` again, with the present lengths of the running requests in `rows`."""
         self.is_current[:] = False
         self.num_updates += 1
         _update(
@@ -149,8 +147,7 @@ def _count(
     reached: Float64Array,
     ended: Float64Array,
 ) -> None:
-    """Count an output of `num_tokens` in class `number` and in the class of all, and decay earlier
-    ones."""
+    """Count an output of `num_tokens` in class `number` and in the class of all; decay counts."""
     assert 0 <= number < len(reached) == len(ended)
     assert reached.shape[1] == ended.shape[1] == len(starts)
     assert num_tokens >= 0
@@ -201,7 +198,7 @@ def _find_buckets(
     chances: Float64Array,
     is_current: BoolArray,
 ) -> Int32Array:
-    """See `OutputLengths.buckets`."""
+    """Return int32[n], the buckets of outputs, and write their missing `chances`."""
     buckets = np.empty(len(classes), np.int32)
     assert len(output_lens) == len(classes)
     for i in range(len(classes)):
@@ -229,7 +226,7 @@ def _expected(
     chances: Float64Array,
     is_current: BoolArray,
 ) -> tuple[int, float]:
-    """See `OutputLengths.expected`."""
+    """Return the bucket of an output, and the mean number of tokens that follow."""
     bucket = _bucket_of(output_len, len(starts))
     assert 0 <= of_class < len(survival)
     assert bucket >= 0
@@ -255,7 +252,7 @@ def _update(
     ended: Float64Array,
     survival: Float64Array,
 ) -> None:
-    """Compute the first `num_classes` lines of `survival`.
+    """Compute `survival` of the first `num_classes` classes.
 
     `classes` and `output_lens` belong to the running requests: they have reached all buckets before
     their present one, and ended in none.

@@ -1,9 +1,8 @@
-"""The order in which waiting requests are tried, from their columns.
+"""Orders waiting requests for admission, from their columns.
 
-By priority; then, if tenants have shares, by service of the tenant; then requests that were
-passed over too often; then retracted ones, which have output to lose; then the longest cached
-prefix (`lpm`) or nothing (`fcfs`); then the least served tenant, and with `lpm` its requests whose
-prefix most other waiting requests continue; then arrival.
+The order is by priority; service of the tenant, if tenants have shares; too many passes over it;
+retraction, since retracted requests have output to lose; with `lpm`, the longest cached prefix; the
+least served tenant; with `lpm`, the reuse of its prefix by other waiting requests; and arrival.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,9 +37,9 @@ from sgl_jax.scheduler.waiting.waiting_lines import (
 )
 
 _NONE_PREEMPTS = np.zeros((0, 0), np.bool_)
-# Number of lines that are sorted first.
+# Number of lines sorted first.
 _FIRST_PART = 64
-# Lines for which the pages in use are counted together.
+# Number of lines counted together for their pages in use.
 _COUNTED_AT_ONCE = 32
 
 
@@ -51,7 +50,7 @@ class Offer(NamedTuple):
     may_preempt: BoolArray  # [ranks] whether running requests may give way
     # [ranks, tenants] whether a tenant's next prompt is not bound by `ROOM.most_tokens`
     open_tenants: BoolArray
-    # Lines that wait for a prefix: others that would wait for the same one are not tried.
+    # Lines that wait for a prefix: further lines that would wait for it are not tried.
     passed_by: list[int]
 
 
@@ -63,14 +62,14 @@ class Levels(NamedTuple):
 
 
 class CandidateOrder:
-    """The lines of waiting requests that may start, in the order in which they are tried.
+    """The lines of waiting requests that may start, in admission order.
 
     Args:
-        columns: of the waiting requests.
-        memories: of all ranks.
+        columns: the columns of the waiting requests.
+        memories: the memories of all ranks.
         tenants: the tenants of the requests.
-        lengths: of their outputs.
-        max_passed_over: a request passed over by so many later ones is due.
+        lengths: the estimate of output lengths.
+        max_passed_over: a request passed over by this many later requests is due.
     """
 
     uses_cached_len = False  # whether the longest cached prefix comes first
@@ -97,7 +96,8 @@ class CandidateOrder:
         threshold: int,
         levels: Levels,
     ) -> Iterator[tuple[int, bool]]:
-        """See `WaitingQueue.candidates`; the columns are up to date."""
+        """Yield the lines that may start in `step`, or are due and may not, in admission order,
+        each with whether it may start. The columns must be up to date."""
         columns = self._columns
         end = columns.end
         ranks = (offer.rooms["is_open"] | offer.may_preempt).nonzero()[0]
@@ -144,7 +144,7 @@ class CandidateOrder:
                     continue
                 num_running = offer.rooms["num_running"].copy()
                 yield line, True
-                # A start brings its prefix into use, and may split nodes of the tree.
+                # A start puts its prefix in use, and may split nodes of the tree.
                 for k in (offer.rooms["num_running"] != num_running)[ranks].nonzero()[0]:
                     in_use[k] = -1
                     in_use_at[k].clear()
@@ -171,7 +171,8 @@ class CandidateOrder:
             yield part
 
     def _least_pages(self, rooms: Rooms, ranks: IntpArray, step: int) -> Int32Array:
-        """Return the pages that each line takes at least on each of `ranks`: `least_pages`."""
+        """Return int32[len(ranks), end], the minimum pages of each line; `NEVER` if it may not
+        start."""
         columns, end = self._columns, self._columns.end
         least: Int32Array = least_pages(
             end,
@@ -194,14 +195,14 @@ class CandidateOrder:
     def find(
         self, rooms: Rooms, ranks: IntpArray, pages: Int32Array, is_tried: BoolArray
     ) -> BoolArray:
-        """Return which lines fit which of `ranks`: `find_fits` in their rooms."""
+        """Return which lines fit which of `ranks` in `rooms`, bool[len(ranks), lines]."""
         fits: BoolArray = find_fits(
             rooms, ranks, pages, self._columns.needs, is_tried, self._lengths.chances, MOMENTS
         )
         return fits
 
     def _alike(self, line: int) -> BoolArray:
-        """Return, by line, whether a request continues with the same page as `line` behind the
+        """Return, by line, whether a request continues with the same page as `line` after the
         cached part of its prefix, on the rank that `line` waits for."""
         columns = self._columns
         dp_rank = int(columns.stay_rank[line])
@@ -216,8 +217,8 @@ class CandidateOrder:
         preemptible: Sequence[Preemptible],
         threshold: int,
     ) -> BoolArray:
-        """Return the lines that fit if all requests that they may preempt give way, bool[ranks,
-        end]; empty if none may. The arguments are `lines`'."""
+        """Return the lines that fit after all requests that they may preempt are retracted,
+        bool[len(ranks), end]; empty if none may preempt."""
         if not preemptible:
             return _NONE_PREEMPTS
         preempts = np.zeros(least.shape, np.bool_)
@@ -234,8 +235,8 @@ class CandidateOrder:
         return preempts
 
     def _count_in_use(self, dp_rank: int, lines: IntpArray, counted: dict[int, int]) -> list[int]:
-        """Return how many pages of the cached prefixes of `lines` on a rank are in use. `counted`
-        has them by place, and gets further ones."""
+        """Return how many pages of the cached prefixes of `lines` are in use on a rank. `counted`
+        caches the numbers by place."""
         memory = self._memories[dp_rank]
         cursors = memory.cache.cursors
         places = self._columns.places(dp_rank, lines, cursors.columns).tolist()
@@ -247,8 +248,7 @@ class CandidateOrder:
     def _order_keys(
         self, least: Int32Array, turns: Turns | None, is_due: BoolArray, levels: Levels
     ) -> Int64Array:
-        """Return a number for each line that sorts in the queue's order: `order_keys`. The
-        arguments are `lines`'."""
+        """Return int64[end], a sort key of each line for admission order."""
         columns = self._columns
         end = columns.end
         tenant = columns.tenant[:end]
@@ -288,8 +288,8 @@ class CandidateOrder:
 
 
 def _sorted_part(lines: IntpArray, keys: Int64Array, most: int) -> tuple[IntpArray, IntpArray]:
-    """Return about `most` of the lines with the lowest keys, sorted, and the others. Lines with
-    equal keys stay together, in the same order on every host."""
+    """Return about `most` of the lines with the lowest keys, sorted, and the rest. Lines with equal
+    keys stay together, in the same order on every host."""
     own, rest = keys[lines], lines[:0]
     if len(lines) > most:
         is_first = own <= np.partition(own, most)[most]

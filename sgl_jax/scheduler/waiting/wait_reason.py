@@ -1,4 +1,4 @@
-"""The reason why a request waits, and the number of requests by reason."""
+"""The reason why a request waits."""
 
 from typing import Literal, NamedTuple
 
@@ -19,18 +19,18 @@ WaitKind = Literal[
 
 
 class WaitReason(NamedTuple):
-    """The reason why a waiting request waits, as of the last planned step.
+    """The reason why a request waits, as of the last planned step.
 
     `kind` is
 
     - "step": it fits, but the step's prompt tokens are used up, or memory was just retracted for
-      others; the next step tries it again;
+      other requests; the next step tries it again;
     - "rows", "pages": no rank that it may run on has a row, or none has enough pages; `pages_short`
       gives the missing pages by rank;
     - "prefix": request `behind` computes a prefix that it will read;
-    - "fetch": a prefix that it will read is on its way from the host to rank `dp_rank`;
-    - "store": a prefix that it will read is searched in the store, or on its way from there to the
-      host's memory of rank `dp_rank`;
+    - "fetch": a prefix that it will read is being fetched from the host to rank `dp_rank`;
+    - "store": a prefix that it will read is being looked up in the store, or loaded from there to
+      host memory of rank `dp_rank`;
     - "rank": it waits for room on rank `dp_rank`, which has more of its prefix than ranks with
       room;
     - "order": the rank is held for request `behind`, which was passed over too often;
@@ -47,7 +47,7 @@ class WaitReason(NamedTuple):
     dp_rank: int | None = None
 
     def in_words(self) -> str:
-        """The reason as part of a sentence, for people."""
+        """Return the reason as a part of a sentence."""
         if self.kind == "pages":
             short = sorted(self.pages_short.items())
             (rank, count), *others = short

@@ -12,11 +12,11 @@ from sgl_jax.scheduler.waiting.waiting_lines import most_cached, places_of, read
 
 
 class WaitingColumns:
-    """Columns for at most `capacity` requests, before `num_ranks` ranks.
+    """Columns for at most `capacity` requests and `num_ranks` ranks, indexed by line, or by rank
+    and line.
 
-    Lines in use lie below `end`, close together: the lowest free line is taken first. A column is
-    indexed by line, or by rank and line if ranks differ. The operating system zeroes pages at their
-    first use.
+    Lines in use are below `end`, close together: the lowest free line is taken first. The operating
+    system zeroes pages at their first use.
     """
 
     def __init__(self, num_ranks: int, capacity: int) -> None:
@@ -27,21 +27,21 @@ class WaitingColumns:
         self.num_tokens = self.needs["tokens"]
         self.num_pages = self.needs["pages"]
         self.priority = self.needs["priority"]
-        self.service = np.zeros(capacity)  # that it needs: tokens, times steps
-        self.cached_pages = np.zeros((num_ranks, capacity), np.int32)  # of these, on a rank's tree
-        self.most_cached = np.zeros(capacity, np.int32)  # of that, on a rank where it may run
+        self.service = np.zeros(capacity)  # needed service: tokens, times steps
+        self.cached_pages = np.zeros((num_ranks, capacity), np.int32)  # on each rank's tree
+        self.most_cached = np.zeros(capacity, np.int32)  # the most on a rank where it may run
         self.cursor = np.zeros((num_ranks, capacity), np.int32)  # its number on each rank's tree
         self.may_run = np.zeros((num_ranks, capacity), np.bool_)
         self.arrival = np.zeros(capacity, np.int64)
         self.tenant = np.zeros(capacity, np.int32)
         self.is_retracted = np.zeros(capacity, np.bool_)
-        # Passes by younger requests that started before; 0 for lines not in use.
+        # Number of younger requests that started first; 0 for lines not in use.
         self.passed_over = np.zeros(capacity, np.int32)
-        # The running request whose prefix a request waits for: its row among all ranks' rows, the
-        # row's epoch, and the protected length that includes the prefix.
+        # The running request with the prefix that a request waits for: its joint row, the row's
+        # epoch, and the protected length that includes the prefix.
         self.has_leader = np.zeros(capacity, np.bool_)
         self.leader = np.zeros((capacity, 3), np.int32)
-        # No candidate before an event: a search or a load of its prefix in the store ends.
+        # Not a candidate before a lookup or load of its prefix in the store ends.
         self.awaits_event = np.zeros(capacity, np.bool_)
         # The rank that a request waits for though another has room, and the step at which the wait
         # ends.
@@ -51,7 +51,7 @@ class WaitingColumns:
         self.no_turns = np.zeros(max(capacity, MAX_TENANTS + 1), np.int32)
 
     def take_line(self) -> int:
-        """Return a free line; the caller writes all its columns but `passed_over`."""
+        """Return a free line; the caller must write all its columns except `passed_over`."""
         line = heappop(self._free_lines) if self._free_lines else self.end
         if line >= self.end:
             self._free_lines.clear()
@@ -90,11 +90,11 @@ class WaitingColumns:
         return places
 
     def num_lacking(self, dp_rank: int, lines: slice, page_size: int) -> Int32Array:
-        """Return tokens of the lines' requests that a rank's tree lacks: int32[n]."""
+        """Return int32[n], the tokens of the lines' requests missing from a rank's tree."""
         num_cached = self.cached_pages[dp_rank, lines] * np.int32(page_size)
         num_lacking: Int32Array = self.num_tokens[lines] - num_cached
         return num_lacking
 
     def note_most_cached(self, start: int, end: int) -> None:
-        """Call it after `read_cursors` for all ranks."""
+        """Update `most_cached` from `start` to `end`, after `read_cursors` for all ranks."""
         most_cached(start, end, self.may_run, self.cached_pages, self.most_cached)

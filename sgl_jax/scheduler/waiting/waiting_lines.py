@@ -1,7 +1,6 @@
 """Loops over the lines of the waiting queue: the lines that may start in a step, and their order.
 
-A line is a waiting request's place in the columns of `WaitingQueue`, which are passed here; lines
-in use lie below `end`.
+A line is a waiting request's place in the columns of `WaitingQueue`; lines in use are below `end`.
 """
 
 import numpy as np
@@ -32,7 +31,7 @@ COUNTED_KINDS: tuple[WaitKind, ...] = (
     "rows",
 )
 _TENANT, _PREFIX, _FETCH, _STORE, _RANK, _STEP, _ORDER, _PAGES, _ROWS = range(len(COUNTED_KINDS))
-# Degrees of reuse: pages that others would read, per page that a request computes.
+# Degrees of reuse: pages that other requests would read, per page that a request computes.
 NUM_REUSES = 32
 _REUSE_PAGES = 4
 
@@ -41,11 +40,9 @@ _REUSE_PAGES = 4
 def read_cursors(
     cursor: Int32Array, above: Int32Array, usable_pages: Int32Array, cached_pages: Int32Array
 ) -> None:
-    """Write to `cached_pages`, the lines' last column, the pages cached at their cursors on one
-    rank's tree.
-
-    `cursor` are the lines' cursors, by number; the next two are columns of the cursors.
-    """
+    """Write the pages cached at the lines' cursors on one rank's tree to `cached_pages`,
+    int32[lines]. `cursor` has the lines' cursors by number; `above` and `usable_pages` are columns
+    of the cursors."""
     assert len(cursor) == len(cached_pages)
     for line in range(len(cursor)):
         number = cursor[line]
@@ -59,8 +56,8 @@ def read_cursors(
 def places_of(
     lines: IntpArray, cursor: Int32Array, above: Int32Array, place: Int32Array
 ) -> Int32Array:
-    """Return the places of the cursors of `lines` on one rank's tree, int32[len(lines)]. The other
-    arguments are as of `read_cursors`."""
+    """Return the places of the cursors of `lines` on one rank's tree, int32[len(lines)]. `cursor`
+    has all lines' cursors by number; `above` and `place` are columns of the cursors."""
     places = np.empty(len(lines), np.int32)
     for i in range(len(lines)):
         assert 0 <= lines[i] < len(cursor)
@@ -74,8 +71,8 @@ def places_of(
 
 @compiled("(int64, int32[::1], int32[::1])")
 def alike_lines(line: int, cursor: Int32Array, above: Int32Array) -> BoolArray:
-    """Return bool[len(cursor)]: whether a line's cursor stands at the place of `line`'s, and
-    continues with the same page. The arguments are as of `read_cursors`."""
+    """Return bool[len(cursor)], whether a line's cursor is at the place of `line`'s and continues
+    with the same page. `above` is a column of the rank's cursors."""
     below = np.empty(len(cursor), np.int32)
     for each in range(len(cursor)):
         number = below[each] = cursor[each]
@@ -91,7 +88,7 @@ def alike_lines(line: int, cursor: Int32Array, above: Int32Array) -> BoolArray:
 def most_cached(
     start: int, end: int, may_run: BoolArray, cached_pages: Int32Array, most: Int32Array
 ) -> None:
-    """Return the most pages of each line, up to `most`, cached on a rank where it may run."""
+    """Write to `most` each line's pages on the rank with the most where it may run."""
     assert end <= len(most)
     for line in range(start, end):
         most[line] = 0
@@ -109,16 +106,16 @@ def reuse_order(
     parent: Int32Array,
     end_pages: Int32Array,
 ) -> Int32Array:
-    """Rank lines by the pages that other waiting requests would read for each page that a
-    line computes.
+    """Rank lines by the pages that other waiting requests would read for each page that a line
+    computes.
 
-    int32[len(is_waiting)] below `NUM_REUSES`, 0 for the most pages. The first four parameters are
-    columns of the queue, with the cursors of one rank's tree; the others are columns of these
-    cursors.
+    Returns int32[len(is_waiting)] below `NUM_REUSES`, 0 for the most pages. The first four
+    parameters are columns of the queue, with the cursors of one rank; the last two are columns of
+    these cursors.
     """
     order = np.full(len(is_waiting), NUM_REUSES - 1, np.int32)
     assert len(is_waiting) == len(num_pages) == len(most_cached) == len(cursor)
-    num_prompts = np.zeros(len(parent), np.int32)  # that begin with each stem
+    num_prompts = np.zeros(len(parent), np.int32)  # prompts that begin with each shared prefix
     for line in range(len(is_waiting)):
         if is_waiting[line]:
             number = cursor[line]
@@ -145,11 +142,9 @@ def reuse_order(
 def drop_leaders(
     has_leader: BoolArray, leader: Int32Array, epoch: Int32Array, protected_len: Int32Array
 ) -> None:
-    """Clear `has_leader` for lines whose `leader` has published the awaited tokens or left its row.
-    Permanent: lengths grow while the epoch is the same.
-
-    `epoch` and `protected_len` are of the rows of all ranks.
-    """
+    """Clear `has_leader` for lines with a `leader` that has published the awaited tokens or left
+    its row. This is permanent: lengths grow while the epoch is the same. `epoch` and
+    `protected_len` are indexed by joint row."""
     assert len(has_leader) == len(leader)
     for line in range(len(has_leader)):
         if has_leader[line]:
@@ -178,17 +173,17 @@ def least_pages(
     needs: Needs,
     cached_pages: Int32Array,
 ) -> Int32Array:
-    """Return the pages that each line below `end` takes at least on each of the open `ranks`.
+    """Return the minimum pages of each line on each of the open `ranks`, int32[len(ranks), end].
 
-    int32[len(ranks), end]: as if all of its prefix that is cached were in use; `fits.NEVER` if it
-    may not start in this step.
-
-    A request that starts in this step may allow others to share more cached pages, but takes more
-    room than that.
+    They hold if all of the line's cached prefix is in use; `fits.NEVER` if it may not start in this
+    step. A request that starts in this step may allow other lines to share more cached pages, but
+    takes more room than that.
 
     Args:
-        is_open: bool[all ranks]; a line that stays for a rank is tried once that has room.
-        step: being planned. The following parameters are the queue's columns.
+        end: lines below it are in use.
+        ranks: indices of the ranks.
+        is_open: bool[all ranks]; a line deferred to a rank is tried once that has room.
+        step: the step being planned. The following parameters are the queue's columns.
         floor: int64[all ranks]; a line starts there only if its priority is above.
     """
     least = np.full((len(ranks), end), _NEVER, np.int32)
@@ -226,15 +221,15 @@ def order_keys(
     is_due: BoolArray,
     arrival: Int64Array,
 ) -> Int64Array:
-    """Return a number for each line that sorts in the queue's order; `LAST` for lines that may
-    start nowhere.
+    """Return int64[end], sort keys of the lines in admission order; `LAST` if a line may start
+    nowhere.
 
     Args:
         least: int32[ranks, end], the pages that a line takes to start; `fits.NEVER` if it may not.
         uses_cached_len: whether the longest cached prefix comes first.
-        level: int64[end] from 0 for the first.
+        level: int64[end], 0 for the first level.
         turn: int32[end], the place of a line's tenant.
-        is_retracted: as `most_cached` and `arrival`, the queue's column.
+        is_retracted, most_cached, arrival: columns of the queue.
         is_due: bool[end].
     """
     num_ranks, end = least.shape
@@ -289,12 +284,13 @@ def pass_over(
 ) -> None:
     """Count a pass over each line below `end` that `may_run` there, is no less important, and comes
     before arrival number `started`: by arrival or, for another tenant, by that tenant's place in
-    `turns`. If the started request was due, passes over later lines are counted anew.
+    `turns`. If the started request was due, reset the passes over later lines.
 
     A line that lacked pages, since there were only `num_free`, has been passed over
-    `max_passed_over` times when the requests before it have received as much service as it needs.
-    Those with more cached pages, `started_cached`, come before it in any case and count once.
-    `service` is a column; `num_pages` and `cached_pages` are columns of that rank."""
+    `max_passed_over` times when the requests before it have received as much service as it needs. A
+    started request with more cached pages (`started_cached`) comes before it in any case and counts
+    once. `service` is a column; `num_pages` and `cached_pages` are columns of that rank.
+    """
     assert end <= len(is_waiting)
     assert end <= len(service)
     assert 0 <= started_tenant < len(turns)
@@ -339,7 +335,7 @@ def count_kinds(
 
     `is_full` is indexed by tenant, `is_fetching` by joint row, `has_row` by rank, `fits` and
     `fits_unheld`, without the ranks' holds, by rank and line. The other columns are indexed by
-    line; `is_loading` selects prefixes that come from the store.
+    line; `is_loading` selects lines with a prefix being loaded from the store.
     """
     counts = np.zeros(len(COUNTED_KINDS), np.int64)
     assert end <= len(is_waiting)

@@ -1,8 +1,8 @@
 """Requests without memory as columns of arrays.
 
 The conditions of a start are kept in arrays, one line a request, so that a step rules out thousands
-of requests at once and examines only the few that are left, in the order of `candidate_order`.
-Cursors on the ranks' trees track the cached length of each prompt, without repeated lookups.
+of requests at once and examines only the few left, in the order of `candidate_order`. Cursors on
+the ranks' trees track the cached length of each prompt, without repeated lookups.
 """
 
 from collections import Counter
@@ -30,23 +30,23 @@ from sgl_jax.scheduler.waiting.waiting_lines import (
     pass_over,
 )
 
-# Later requests of its own priority or a lower one that start before a request is due, at most.
+# A request is due once this many later requests of its priority or a lower one started before it.
 MAX_PASSED_OVER = 128
 
 
 class WaitingQueue:
-    """The queue before `memories`, one of each rank; `policy` is fcfs or lpm.
+    """The queue of requests that wait for memory of any rank.
 
     Args:
-        policy: order among requests of equal priority.
-        memories: of all ranks, in order; `tables` are the columns of all their rows.
-        capacity: requests at most.
-        tenants: the tenants of the requests.
-        lengths: of their outputs.
-        awaits_event: whether a request is no candidate before an event, as of its adding.
-        max_passed_over: a request passed over by so many later ones is due: it is tried before the
-            others of its priority, and a rank is held for it until it fits. If it lacked pages, it
-            is due earlier, once the later ones have received as much service as it needs.
+        policy: the order among requests of equal priority: fcfs or lpm.
+        memories, tables: the memories of all ranks, in order, and the columns of all their rows.
+        capacity: maximum number of requests.
+        tenants, lengths: the tenants of the requests, and the estimate of their output lengths.
+        awaits_event: returns whether a request must wait for an event now.
+        max_passed_over: a request passed over by this many later requests is due: it is tried
+            before the rest of its priority, and a rank is held for it until it fits. If it lacked
+            pages, it is due earlier, once the later requests have received as much service as it
+            needs.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class WaitingQueue:
 
     @property
     def num_retracted(self) -> int:
-        """Return requests that ran before."""
+        """Return the number of requests that ran before."""
         columns, end = self._columns, self._columns.end
         return int(np.count_nonzero(columns.is_waiting[:end] & columns.is_retracted[:end]))
 
@@ -145,13 +145,13 @@ class WaitingQueue:
         self._columns.service[line] = (num_tokens + expected / 2) * num_steps
 
     def note_event(self, rid: str) -> None:
-        """Note that an event, for which the request of that id may wait, has begun or ended."""
+        """Update whether the request `rid` waits for an event, after an event began or ended."""
         request = self._requests.get(rid)
         if request is not None:
             self._columns.awaits_event[request.line] = self._awaits_event(request)
 
     def remove(self, request: Request) -> None:
-        """Remove a waiting request; the caller decides about it."""
+        """Remove a waiting request; the caller starts or ends it."""
         line = request.line
         del self._requests[request.rid], self._by_line[line]
         for memory, cursor in zip(self._memories, self._cursors.pop(line), strict=True):
@@ -165,8 +165,8 @@ class WaitingQueue:
         """Remove a request that got memory on a rank, which had `num_free` pages, and count that it
         passed over earlier, no less important requests there.
 
-        If it was due, passes over later requests are counted anew: so in a long queue, one request
-        in so many starts because it is due, and the others by their order.
+        If it was due, passes over later requests are counted from 0 again: so in a long queue, only
+        one in `max_passed_over` requests starts because it is due, and the rest by their order.
         """
         columns, service = self._columns, float(self._columns.service[request.line])
         started_cached = int(columns.cached_pages[dp_rank, request.line])
@@ -195,7 +195,7 @@ class WaitingQueue:
         )
 
     def clear(self) -> None:
-        """Remove all, without a call to the ranks' trees, which may be broken."""
+        """Remove all requests without a call to the ranks' trees, which may be broken."""
         for request in self._requests.values():
             self._tenants.queue(request.tenant, -1)
         self._requests.clear()
@@ -206,7 +206,7 @@ class WaitingQueue:
         self.num_pinned.clear()
 
     def find_due(self, rid: str) -> Request | None:
-        """Return the waiting request of that id, if there is one and it is due."""
+        """Return the waiting request `rid` if it is due; else None."""
         request = self._requests.get(rid)
         return request if request is not None and self.is_due(request) else None
 
@@ -217,8 +217,8 @@ class WaitingQueue:
         return self._cursors[request.line]
 
     def is_due(self, request: Request) -> bool:
-        """Return whether it was passed over so often, or its tenant was, that a rank is held for
-        it."""
+        """Return whether a rank is held for the request: it, or its tenant, was passed over too
+        often."""
         turns = self._tenants.turns()
         if turns is not None and turns.is_lagging[request.tenant]:
             return True
@@ -236,7 +236,7 @@ class WaitingQueue:
         return bool(self._columns.has_leader[request.line])
 
     def leader_of(self, request: Request) -> tuple[int, int] | None:
-        """Return rank and row of the request whose prefix it waits for; None without one."""
+        """Return rank and row of the request that computes the awaited prefix; None without one."""
         line = request.line
         self._drop_leaders(slice(line, line + 1))
         if not self._columns.has_leader[line]:
@@ -264,7 +264,7 @@ class WaitingQueue:
         return None if dp_rank == NO_RANK else dp_rank
 
     def is_staying(self, request: Request, step: int) -> bool:
-        """Return whether it still waits for that rank when that step is planned."""
+        """Return whether it still waits for that rank when `step` is planned."""
         return int(self._columns.stay_until[request.line]) > step
 
     # -- all requests -------------------------------------------------------------------------
@@ -272,14 +272,14 @@ class WaitingQueue:
     def candidates(
         self, offer: Offer, step: int, preemptible: Sequence[Preemptible], threshold: int
     ) -> Iterator[tuple[Request, bool]]:
-        """Yield the requests that may start in this step, and the due ones that may not, first to
-        last. Yields each with whether it may start.
+        """Yield the requests that may start in this step, and due requests that may not, first to
+        last, each with whether it may start.
 
         Args:
-            offer: of the ranks. The caller updates it as requests start.
-            step: being planned.
-            preemptible: of each rank, if requests may preempt; else empty.
-            threshold: by which a request's priority must exceed a preempted one's.
+            offer: the capacity of the ranks. The caller updates it as requests start.
+            step: the step being planned.
+            preemptible: the preemptible requests of each rank, if requests may preempt; else empty.
+            threshold: number by which a request's priority must exceed a preempted request's.
         """
         self._take_moves()
         self._note_chances()
@@ -290,7 +290,7 @@ class WaitingQueue:
             yield self._by_line[line], may_start
 
     def num_uncached_tokens(self, request: Request, dp_rank: int) -> int:
-        """Return the number of tokens of other waiting requests that the rank's cache lacks."""
+        """Return the number of tokens of other waiting requests missing from the rank's cache."""
         columns, lines = self._columns, slice(self._columns.end)
         num_lacking = columns.num_lacking(dp_rank, lines, self._memories[dp_rank].page_size)
         num_lacking *= columns.is_waiting[lines]
@@ -298,8 +298,8 @@ class WaitingQueue:
         return int(num_lacking.sum() - own)
 
     def has_short(self, dp_rank: int, most_tokens: int, open_tenants: BoolArray | None) -> bool:
-        """Return whether a request, waiting for no prefix, has no more than `most_tokens` tokens
-        to compute on a rank, or a tenant, by number, of `open_tenants`."""
+        """Return whether a request that waits for no prefix has at most `most_tokens` tokens to
+        compute on a rank, or a tenant, by number, of `open_tenants`."""
         columns, lines = self._columns, slice(self._columns.end)
         self._take_moves()
         self._drop_leaders(lines)
@@ -315,8 +315,7 @@ class WaitingQueue:
         return self._priorities.highest
 
     def pages_short(self, request: Request, rooms: Rooms, dp_rank: int, num_pages: int) -> int:
-        """Return the pages that `request` lacks in a rank's room if it takes `num_pages` to start;
-        not above 0 if it has enough."""
+        """Return the pages that `request` lacks on a rank if it takes `num_pages`; <= 0 if none."""
         self._note_chances()
         short: int = pages_short(
             rooms,
@@ -330,8 +329,7 @@ class WaitingQueue:
         return short
 
     def most_short(self, request: Request, rooms: Rooms) -> list[int]:
-        """Return `pages_short` in each room if no running request has the prefix of `request` in
-        use."""
+        """Return `pages_short` on each rank if no running request uses the prefix of `request`."""
         self._note_chances()
         needs, chances = self._columns.needs, self._lengths.chances
         short: list[int] = most_short(rooms, needs, request.line, chances, MOMENTS).tolist()
@@ -340,8 +338,8 @@ class WaitingQueue:
     def hold(
         self, request: Request, rooms: Rooms, dp_rank: int, num_pages: int, num_steps: int
     ) -> None:
-        """Note in `rooms` that a rank is held for `request`, which takes `num_pages` to start
-        there, in `num_steps`."""
+        """Record in `rooms` that a rank is held for `request`, to take `num_pages` in
+        `num_steps`."""
         self._note_chances()
         hold(
             rooms,
@@ -355,7 +353,7 @@ class WaitingQueue:
         )
 
     def _note_chances(self) -> None:
-        """Compute the chances of the requests' outputs, if the lengths of outputs were updated."""
+        """Compute the chances of the requests' outputs, if output lengths were updated."""
         if self._num_updates != self._lengths.num_updates:
             self._num_updates = self._lengths.num_updates
             needs = self._columns.needs[: self._columns.end]
@@ -370,11 +368,11 @@ class WaitingQueue:
         step: int,
         fetching: Sequence[int],
     ) -> dict[WaitKind, int]:
-        """Return the number of waiting requests by reason, if ranks have `rooms` ROOM[ranks] for a
-        request, `held_rooms` with the holds for others, and fetches from the host have the joint
-        rows `fetching`.
+        """Return the number of waiting requests by reason.
 
-        A request counts under "step" if it would fit were all its cached pages in use.
+        `rooms`, ROOM[ranks], are the ranks' capacities, `held_rooms` those with the holds for due
+        requests. `fetching` are joint rows of fetches from the host. A request counts under "step"
+        if it would fit were all its cached pages in use.
         """
         columns, end = self._columns, self._columns.end
         self._take_moves()
