@@ -47,12 +47,9 @@ def choose_drafts(running: RowColumns, rows: RowIndex, most: int) -> Int32Array:
 def choose_expected(
     running: RunningRows, rows: RowIndex, most: int
 ) -> tuple[Int32Array, Int32Array] | None:
-    """Return drafts for rows with a grammar that allows only one continuation.
-
-    Returns:
-        the number of drafts of each of `rows`, int32[len(rows)], and the drafts, int32[len(rows),
-        most], padded with NO_DRAFT; None if no row has any.
-    """
+    """Return drafts for rows with a grammar that allows only one continuation: their number for
+    each of `rows`, int32[len(rows)], and the drafts, int32[len(rows), most], padded with NO_DRAFT;
+    None if no row has any."""
     counts = np.zeros(len(rows), np.int32)
     drafts = np.full((len(rows), most), NO_DRAFT, np.int32)
     # The row's next tokens are certain only once all its drafts are read.

@@ -33,10 +33,8 @@ class GainedOutputs:
     def add_plain(
         self, ranks: Ranks, rows: RowIndex, bounds: Sequence[int], tokens: Int32Array
     ) -> None:
-        """Add one of `tokens` and nothing else to each of the joint `rows`.
-
-        Rank k's rows are `rows[bounds[k] : bounds[k + 1]]`.
-        """
+        """Add one of `tokens` and nothing else to each of the joint `rows`; rank k's rows are
+        `rows[bounds[k] : bounds[k + 1]]`."""
         for k, (first, end) in enumerate(pairwise(bounds)):
             listed, active = self._listed[k], ranks.ranks[k].running.active
             wanted = rows[first:end].tobytes()

@@ -11,10 +11,8 @@ from sgl_jax.scheduler.ranks import Ranks
 
 
 def keep_up_with_rows(ranks: Ranks, rows: RowIndex, lens: Int32Array) -> None:
-    """Publish rows that crossed a snapshot interval; release superseded snapshots.
-
-    `lens`, int32[n], are lengths of the joint `rows` that no result can reduce any more.
-    """
+    """Publish rows that crossed a snapshot interval; release superseded snapshots. `lens`,
+    int32[n], are lengths of the joint `rows` that no result can reduce any more."""
     sizes = ranks.memories[0].sizes
     interval, tables = sizes.snapshot_interval, ranks.tables
     protected = tables.cache_protected_len[rows]

@@ -30,7 +30,7 @@ MAX_ENDS = 256
 
 
 class LiveRequests:
-    """All requests of an engine that have not ended, over all its data-parallel ranks.
+    """The requests of an engine still waiting or running, over all its data-parallel ranks.
 
     Attributes:
         by_rid: the requests, by the engine's id.
@@ -169,7 +169,7 @@ class LiveRequests:
     def abort(self, message: AbortRequest) -> None:
         """End one request, or all, in any state. Unknown ids have ended already.
 
-        With `abort_all`, running requests end at once, then the waiting ones, `MAX_ENDS` now and
+        With `abort_all`, running requests end at once, then waiting requests, `MAX_ENDS` now and
         with each tick; both in order of arrival.
         """
         self._amend(message)
@@ -203,7 +203,7 @@ class LiveRequests:
 
     def open_gate(self, error: str) -> None:
         """Queue the requests with a compiled grammar, now that their programs are compiled. With an
-        `error`, end all requests with a grammar instead."""
+        `error`, end all held requests instead."""
         for request in self.gate.open(error):
             if error:
                 self.end(request, FinishReason("abort", message=error, status_code=500))
@@ -247,10 +247,8 @@ class LiveRequests:
                 self._time_out(rid, text, 503)
 
     def drop_all(self, reason: str) -> None:
-        """End all requests without releasing memory, since its records are wrong.
-
-        Tokens of the step that found this are dropped; finish reasons already output remain valid.
-        """
+        """End all requests without releasing memory, since its records are wrong. Tokens of the
+        step that found this are dropped; outputs with a finish reason are kept."""
         ends = [output for output in self._outputs.outputs if output.finish is not None]
         ended = {output.rid for output in ends}
         succeeded = {o.rid for o in ends if o.finish is not None and o.finish.type != "abort"}
@@ -273,9 +271,8 @@ class LiveRequests:
         insert: bool = True,
         is_own: bool = True,
     ) -> None:
-        """End a request early, in any state, with its reason. `insert` is False if the device
-        failed: its KV is not kept. `is_own` is False if the engine, not the client or a limit, ends
-        it."""
+        """End a request early, in any state. `insert` is False if the device failed: its KV is not
+        kept. `is_own` is False if the engine, not the client or a limit, ends it."""
         self.forget(request)
         # Output before the release, which may raise: the client still gets its last output.
         self._outputs.outputs.append(_last_output(request, finish))

@@ -45,10 +45,8 @@ class NonFiniteRows:
         self._page_size = ranks.ranks[0].memory.page_size
 
     def after_step(self, step_id: int, rows: Records, num_failed: int, num_planned: int) -> None:
-        """Handle the failed rows of a step after its result was applied.
-
-        The call may be skipped if no row failed, `failed_on` is empty, and `departed` is empty here
-        and on each rank.
+        """Handle the failed rows of a step after its result was applied. The call may be skipped if
+        no row failed, `failed_on` is empty, and `departed` is empty here and on each rank.
 
         Args:
             step_id: id of the step.

@@ -99,10 +99,8 @@ class Preemptible:
 
 
 class FreedPages:
-    """Counts the pages of the first pool that become available as leases end.
-
-    `kept`, int32[n], are pages that stay in use in any case.
-    """
+    """Counts the pages of the first pool that become available as leases end. `kept`, int32[n], are
+    pages that stay in use in any case."""
 
     def __init__(self, memory: RankMemory, kept: Int32Array = _NO_PAGES) -> None:
         self._memory = memory

@@ -3,7 +3,7 @@
 
 class PriorityCounts:
     """The number of requests of each priority. The priorities are scanned only when one appears or
-    disappears. `lowest` and `highest` are None while there is no request."""
+    disappears. `lowest` and `highest` are None without requests."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
@@ -28,5 +28,4 @@ class PriorityCounts:
 
     @property
     def differ(self) -> bool:
-        """Return whether there are at least two priorities."""
         return len(self._counts) > 1

@@ -10,8 +10,7 @@ from sgl_jax.scheduler.request import Request
 
 
 class ProgramGate:
-    """A gate for requests with a grammar; open at first, it passes each once its grammar is
-    compiled.
+    """A gate for requests with a grammar. While it is open, as at first, each passes once compiled.
 
     Attributes:
         error: reason why requests with a grammar cannot be served; "" if they can.
@@ -45,8 +44,8 @@ class ProgramGate:
         self._is_open = False
 
     def open(self, error: str) -> list[Request]:
-        """Stop waiting for programs; return the requests that may pass, in order of arrival. With
-        an `error`, these are all held requests."""
+        """Stop waiting for programs; return the requests that may pass, in order of arrival: with
+        an `error`, all held requests."""
         self._is_open, self.error = True, error
         held = self._held.values()
         return [request for request in held if error or request.rid in self._compiled]

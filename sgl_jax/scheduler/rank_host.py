@@ -43,7 +43,6 @@ class RankHost:
 
     @property
     def store(self) -> StoreTier | None:
-        """Return the store below the host memory; None if there is none."""
         return self.tier.store if self.tier is not None else None
 
     # -- prefixes of requests -----------------------------------------------------------------
@@ -67,7 +66,7 @@ class RankHost:
         num_ahead: int,
         make_room: Callable[[int], None],
     ) -> tuple[int, int] | None:
-        """Fetch a fitting request's prefix if that is faster than computing it.
+        """Fetch a fitting request's prefix if faster than computing it.
 
         The device has `num_read` tokens of it; computing the rest would wait for `num_ahead` prompt
         tokens. `make_room` frees device memory for a prefix of the given number of tokens. Returns
@@ -94,8 +93,7 @@ class RankHost:
 
     def search_store(self, request: Request, num_ahead: int) -> None:
         """Look up in the store the part of the request's prefix missing on device and host. Load it
-        if that is faster than computing it after `num_ahead` prompt tokens, less those being
-        loaded."""
+        if faster than computing it after `num_ahead` prompt tokens, less those being loaded."""
         if self.store is None:
             return
         tokens, namespace = request.matchable(), request.namespace
@@ -203,7 +201,6 @@ class RankHost:
         return self.tier.num_waiting_copies if self.tier is not None else 0
 
     def counters(self) -> dict[str, int]:
-        """Return counts since the start."""
         tier = self.tier
         return {
             "host_copied_pages": tier.num_copied_pages if tier else 0,

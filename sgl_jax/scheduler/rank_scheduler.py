@@ -109,7 +109,7 @@ class RankScheduler:
         """Empty the prefix caches of device and host. No request may run."""
         self.host.reset()
         self.memory.cache.reset()
-        self.departed.clear()  # the caches have nothing of them
+        self.departed.clear()  # the caches hold none of their tokens
 
     def check_balance(self) -> None:
         """Check the rank's counts. Raises `LedgerError`."""
@@ -130,7 +130,7 @@ class RankScheduler:
 
     @property
     def num_rows_left(self) -> int:
-        """Return the number of rows that are free, or available from idle sessions."""
+        """Return the number of free rows, including rows of idle sessions."""
         return self.memory.rows.num_free + self.memory.sessions.num_idle
 
     @property
@@ -156,7 +156,8 @@ class RankScheduler:
         return max(cursor.length, resumable_len(self.memory, lease, request.resumable_len))
 
     def expected_steps_to_ends(self) -> Int32Array:
-        """Return int32[n], steps until each running request may end, at half of its tokens left."""
+        """Return int32[n], the expected steps to running requests' ends: half of their remaining
+        tokens."""
         return self.running.expected_steps_to_ends(self.running.active)
 
     def admit(self, request: Request, cursor: PrefixCursor) -> int:
@@ -198,8 +199,8 @@ class RankScheduler:
         """Return a lease with the request's available prefix; evict one session if no row is free.
 
         `kept` is the lease that the request's session keeps, if the request can resume from it.
-        Also returns the position of the first token that the device needs, since a continued row
-        has the rest.
+        Also returns the first position that the device needs tokens from: a continued row has the
+        rest.
         """
         memory, session_id = self.memory, request.kept_by
         goes_on = kept is not None and resumable_len(memory, kept, request.resumable_len) >= 0
@@ -368,7 +369,6 @@ class RankScheduler:
         return request
 
     def counters(self) -> dict[str, int]:
-        """Return counts since the start."""
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "cached_tokens": self.num_cached_tokens,

@@ -63,7 +63,7 @@ class Ranks:
         self.lookahead_slots = sizes.lookahead_slots
         self.pages_per_row = sizes.pages_per_row
         self.num_generated_tokens = 0  # by requests of all ranks
-        self.num_verified = 0  # rows with drafts and a read result; of all these rows:
+        self.num_verified = 0  # rows with drafts and a read result
         self.num_drafted = 0  # drafted tokens with a read result
         self.num_accepted = 0  # accepted tokens, including tokens past a stop
         self.memories = [rank.memory for rank in self.ranks]
@@ -81,7 +81,6 @@ class Ranks:
         self._active = self._join(self._active_parts)
 
     def set_chunk_size(self, num_tokens: int) -> None:
-        """Set the number of prompt tokens of a step."""
         self._chunk_size = num_tokens
         self._empty_rooms["chunk_size"] = num_tokens
         self._empty_rooms["step_price"] = min(STEP_PRICE, num_tokens)
@@ -121,7 +120,6 @@ class Ranks:
         return rooms
 
     def outlooks(self) -> list[Outlook]:
-        """Return each rank's `Outlook`."""
         rows, bounds = self.active()
         running = self.running
         columns = _outlooks(

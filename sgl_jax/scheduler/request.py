@@ -150,11 +150,8 @@ class Request:
         return min(self.kept_len, len(self.matchable()))
 
     def matchable(self) -> Int32Array:
-        """Return the prefix that a cache may serve.
-
-        It leaves out the last token, which must be computed for its logits, and every position from
-        which a prompt log-probability must still be computed.
-        """
+        """Return the prefix that a cache may serve: without the last token, needed for its logits,
+        and any position from which a prompt log-probability must still be computed."""
         limit = len(self.tokens) - 1
         if self.logprob_next < self.prompt_len:
             limit = min(limit, max(self.logprob_next - 1, 0))

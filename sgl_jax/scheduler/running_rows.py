@@ -93,17 +93,16 @@ class RowColumns:
         return is_open
 
     def expected_steps_to_ends(self, rows: RowIndex) -> Int32Array:
-        """Return steps until each of `rows` may end, at half of its remaining tokens: int32[n]."""
+        """Return int32[n], the expected steps to the ends of `rows`: half of their remaining
+        tokens."""
         steps: Int32Array = (self.max_len[rows] - self.planned_len[rows]) // 2
         return steps
 
 
 def _zeros(num_rows: int, num_columns: int) -> Int32Array:
-    """Return zeros, int32[num_rows, num_columns], that take memory only for written pages.
-
-    The operating system zeroes it in small pages. It would zero a numpy array by 2 MiB, and delay
-    the first step that writes there by milliseconds.
-    """
+    """Return int32[num_rows, num_columns] of zeros, which take memory only for written pages. The
+    operating system zeroes it in small pages. It would zero a numpy array by 2 MiB, and delay the
+    first step that writes there by milliseconds."""
     memory = mmap.mmap(-1, num_rows * num_columns * np.dtype(np.int32).itemsize)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         memory.madvise(mmap.MADV_NOHUGEPAGE)
@@ -175,7 +174,7 @@ class RunningRows(RowColumns):
         return self.tokens[row, :count]
 
     def expected_steps_to_end(self, row: int) -> int:
-        """Return steps until `row` may end, at half of its remaining tokens."""
+        """Return the expected steps to the end of `row`: half of its remaining tokens."""
         return int(self.max_len[row] - self.planned_len[row]) // 2
 
     def runnable(self) -> RowIndex:

@@ -201,8 +201,8 @@ class Scheduler:
         self._all_ranks.set_chunk_size(self._chunk_tokens)
 
     def needs_tick(self, now_s: float) -> bool:
-        """Return whether a tick would change anything but the time. If not, no tick is needed until
-        then, or until another event."""
+        """Return whether a tick would change anything but the time; until it would, none is
+        needed."""
         return (
             bool(self._live.aborted)
             or self._deadlines.needs_tick(now_s)
@@ -216,7 +216,6 @@ class Scheduler:
 
     @property
     def num_sessions(self) -> int:
-        """Return the number of open sessions."""
         return len(self.session_store)
 
     @property
@@ -371,7 +370,6 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether no request waits or runs."""
         return not self._requests
 
     @property
@@ -420,11 +418,9 @@ class Scheduler:
         return self._gate.awaits_grammar(rid)
 
     def rows_with_grammar(self, plan: StepPlan) -> Iterator[tuple[int, int, Request, Int32Array]]:
-        """Yield the rows of a step in flight that draw a token by a grammar.
-
-        Each has its rank, its index in that rank's plan, its request, and the output read by the
-        host, int32[n]: all of it, if the results of earlier steps were applied.
-        """
+        """Yield the rows of a step in flight that draw a token by a grammar: rank, index in the
+        rank's plan, request, and the output read by the host, int32[n]: all of it, if earlier
+        results were applied."""
         _, (rows, bounds) = self._launched[plan.step_id]
         is_masked = rows["samples"] & self._all_ranks.running.has_grammar[rows["row"]]
         is_masked &= self._all_ranks.tables.epoch[rows["row"]] == rows["epoch"]
@@ -496,9 +492,7 @@ class Scheduler:
 
     def rank_states(self) -> list[dict[str, Any]]:
         """Return the memory, load and counts of each rank, as JSON values: `Ranks.states`, and
-
-        - num_waiting: requests that can run only on this rank.
-        """
+        num_waiting, the requests that can run only on this rank."""
         states = self._all_ranks.states()
         for dp_rank, state in enumerate(states):
             state["num_waiting"] = self.num_waiting_for(dp_rank)

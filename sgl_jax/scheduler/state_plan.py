@@ -19,12 +19,10 @@ from sgl_jax.scheduler.step_builder import StepBuilder
 
 def plan_states(builder: StepBuilder, launched: Records) -> StatePlan:
     """Plan the states of one rank's rows in a step, LAUNCHED[n]; take slots for the snapshots.
-
-    `builder` has the rank's part of the step; decode rows come first.
-    """
+    `builder` has the rank's part of the step; decode rows come first."""
     rows = launched["own_row"].astype(np.intp)
     kv_starts, q_lens = launched["kv_start"], launched["q_len"]
-    unread_drafts = launched["num_unread"]  # each row may have gained so many past `kv_starts`
+    unread_drafts = launched["num_unread"]  # each row may have gained these past `kv_starts`
     rank = builder.rank
     sizes, tables = rank.memory.sizes, rank.memory.rows
     sources = np.full(len(rows), NO_SLOT, np.int32)

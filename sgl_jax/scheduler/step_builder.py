@@ -110,7 +110,6 @@ class StepBuilder:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether no row would run."""
         return len(self.decode_rows) == 0 and not self.chunks
 
     @property

@@ -183,11 +183,9 @@ class Admission:
     # -- requests that do not fit -------------------------------------------------------------
 
     def _preempt_for(self, rooms: list[RankRoom], request: Request, threshold: int) -> bool:
-        """Retract running requests for a request of higher priority, and start it.
-
-        Returns False, retracting nothing, if it would still fit nowhere, or if a prefix of it is in
-        flight. Among several ranks, the rank with the fewest tokens to compute is chosen.
-        """
+        """Retract running requests for a request of higher priority, and start it. Return False,
+        retracting nothing, if it would still fit nowhere, or if a prefix of it is in flight. Among
+        several ranks, the rank with the fewest tokens to compute is chosen."""
         cursors, best = self._waiting.cursors(request), None
         for room in _allowed(rooms, request):
             cursor = cursors[room.dp_rank]
@@ -243,10 +241,8 @@ class Admission:
     # -- reasons to wait ----------------------------------------------------------------------
 
     def why_waiting(self, request: Request, ranks: Ranks, rooms: Rooms, step: int) -> WaitReason:
-        """Return the reason why `request` waits, with step number `step` planned next.
-
-        `rooms`, ROOM[ranks], are the forecast capacities of the ranks.
-        """
+        """Return the reason why `request` waits, with step number `step` planned next. `rooms`,
+        ROOM[ranks], are the forecast capacities of the ranks."""
         if not self._tenants.may_run(request.tenant):
             return WaitReason("tenant")
         for rank in ranks.ranks:
@@ -353,7 +349,6 @@ class Admission:
         return best if self._waiting.is_staying(request, step) else cheapest
 
     def _start(self, room: RankRoom, request: Request) -> None:
-        """Start a fitting request."""
         dp_rank, num_free = room.dp_rank, room.num_free
         home = self._home_of(request)
         if home is not None and home is not room.rank.memory and request.kept_by is not None:

@@ -112,10 +112,10 @@ class InFlight:
             tokens = request.matchable()
             row, shared = self._furthest(first, tokens, node.end)
             if self._rank.running.priority[row] < request.priority or not self._is_served(row):
-                continue  # others may get the step's prompt tokens before it, and delay it
+                continue  # other requests may get the step's prompt tokens first
             length = shared // self._page_size * self._page_size
             num_saved = length - num_read
-            # A wait brings tokens that the row has already published no nearer.
+            # A wait gains nothing for tokens that the row has already published.
             if length <= node.end or num_saved <= 0:
                 continue
             num_wanted = len(request.tokens) - num_read

@@ -135,8 +135,8 @@ class RankRoom:
         return self._waiting.pages_short(request, self._rooms, self.dp_rank, num_pages)
 
     def takes(self, request: Request, num_read: int) -> bool:
-        """Return whether `request`, reading `num_read` tokens, can start in this step if it has
-        enough pages."""
+        """Return whether `request` can start in this step if it has enough pages, reading
+        `num_read` tokens."""
         num_tokens = len(request.tokens) - num_read
         return self.is_open and self._builder.takes(request.priority, request.tenant, num_tokens)
 
@@ -227,8 +227,7 @@ class RankRoom:
         return self._in_flight.leader(request, cursor, num_read)
 
     def fetch(self, request: Request, cursor: PrefixCursor) -> tuple[int, int] | None:
-        """Fetch the request's prefix from the host if faster; return its row and length, or
-        None."""
+        """Fetch the request's prefix from the host if faster; return its row and length."""
         num_read = self.rank.reusable_len(request, cursor)
         num_ahead = self._builder.num_prefill_tokens
         make_room = partial(self.rank.evict_sessions_for_prefix, cursor)
@@ -291,7 +290,6 @@ class RankRoom:
         self._note_pages()
 
     def start(self, request: Request, cursor: PrefixCursor) -> None:
-        """Start a request that fits."""
         row = self._builder.admit(request, cursor)
         self._started.append(row)
         if self.is_counted:

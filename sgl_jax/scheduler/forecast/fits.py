@@ -46,7 +46,7 @@ ROOM = np.dtype(
             ("peak", np.int64),  # index of the highest of `pages`
             ("most", np.int64),  # upper bound on their pages
             ("num_running", np.int64),  # requests
-            ("conservativeness", np.float64),  # of growth up to 1, and of a retract's price
+            ("conservativeness", np.float64),  # factor of growth (at most 1) and a retract's price
             ("page_size", np.int64),
             ("chunk_size", np.int64),  # prompt tokens of a step
             ("step_price", np.int64),  # prompt tokens that take as long as a step without any
@@ -87,7 +87,6 @@ Needs: TypeAlias = NDArray[Any]
 def write_load(
     rooms: Rooms, dp_rank: int, num_running: int, is_open: bool, floor: int, most_tokens: int
 ) -> None:
-    """Write a rank's load to its room."""
     assert 0 <= dp_rank < len(rooms)
     room = rooms[dp_rank]
     room.num_running, room.is_open = num_running, is_open
@@ -278,8 +277,7 @@ def hold(
     """Hold a rank for the request in `line`, which is expected to start there in `num_steps`.
 
     The rank is held against requests of its priority and lower. The request takes `num_pages` to
-    start, without shared pages of its prefix. `chances` are `OutputLengths.chances`; `moments` are
-    `MOMENTS`.
+    start, without shared pages of its prefix.
     """
     assert 0 <= dp_rank < len(rooms)
     assert 0 <= line < len(needs)

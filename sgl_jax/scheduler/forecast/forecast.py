@@ -78,8 +78,8 @@ class Forecast:
     def add(
         self, rows: RowIndex, bounds: IntpArray, is_counted: BoolArray, ranks: slice = slice(None)
     ) -> None:
-        """Add the requests in the joint `rows`. Rank k of `ranks` has those in [bounds[k], bounds[k
-        + 1]); they are left out unless `is_counted[k]`."""
+        """Add the requests in the joint `rows`. Rank k of `ranks` has those from bounds[k] to
+        bounds[k + 1]; they are left out unless `is_counted[k]`."""
         running, lengths, tables = self._running, self._lengths, self._tables
         lens = _lens(
             rows, running.planned_len, running.max_len, running.prompt_len, tables.kv_committed_len
@@ -246,11 +246,9 @@ def _add_rows(
 
 @compiled("(needs[::1], int64, rooms[::1])", needs=_NEEDS, rooms=ROOM)
 def _write(needs: _Records, num_in_use: int, rooms: Rooms) -> float:
-    """Write a rank's forecast to its room; return its pages at the peak.
-
-    `needs` and `rooms` have only the record of the rank; `num_in_use` is the number of distinct
-    pages that its requests list.
-    """
+    """Write a rank's forecast to its room; return its pages at the peak. `needs` and `rooms` have
+    only the record of the rank; `num_in_use` is the number of distinct pages that its requests
+    list."""
     assert len(needs) == len(rooms) == 1
     need, room = needs[0], rooms[0]
     # The last reader of a shared page frees it: each reader counts a part of it.
@@ -264,7 +262,7 @@ def _write(needs: _Records, num_in_use: int, rooms: Rooms) -> float:
         if growth > 0:
             growth *= min(room.conservativeness, 1.0)
         if j == 0:
-            growth = max(growth, need.known)  # uncomputed prompts are no forecast
+            growth = max(growth, need.known)  # uncomputed prompts are certain
         # A sum of rounded parts may be above the most of an exact fit.
         room.pages[j] = min(num_in_use + growth, room.most)
         if room.pages[j] > room.pages[peak]:

@@ -147,7 +147,7 @@ def _count(
     reached: Float64Array,
     ended: Float64Array,
 ) -> None:
-    """Count an output of `num_tokens` in class `number` and in the class of all; decay counts."""
+    """Count an output of `num_tokens` in class `number` and in all; decay earlier counts."""
     assert 0 <= number < len(reached) == len(ended)
     assert reached.shape[1] == ended.shape[1] == len(starts)
     assert num_tokens >= 0
@@ -252,11 +252,9 @@ def _update(
     ended: Float64Array,
     survival: Float64Array,
 ) -> None:
-    """Compute `survival` of the first `num_classes` classes.
-
-    `classes` and `output_lens` belong to the running requests: they have reached all buckets before
-    their present one, and ended in none.
-    """
+    """Compute `survival` of the first `num_classes` classes. `classes` and `output_lens` belong to
+    the running requests: they have reached all buckets before their present one, and ended in
+    none."""
     num_buckets = len(starts)
     assert 0 < num_classes <= len(survival)
     assert reached.shape == ended.shape == survival.shape

@@ -171,7 +171,7 @@ class CandidateOrder:
             yield part
 
     def _least_pages(self, rooms: Rooms, ranks: IntpArray, step: int) -> Int32Array:
-        """Return int32[len(ranks), end], the minimum pages of each line; `NEVER` if it may not
+        """Return int32[len(ranks), end], minimum pages of each line; `NEVER` if it may not
         start."""
         columns, end = self._columns, self._columns.end
         least: Int32Array = least_pages(

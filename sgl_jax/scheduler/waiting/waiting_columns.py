@@ -35,7 +35,7 @@ class WaitingColumns:
         self.arrival = np.zeros(capacity, np.int64)
         self.tenant = np.zeros(capacity, np.int32)
         self.is_retracted = np.zeros(capacity, np.bool_)
-        # Number of younger requests that started first; 0 for lines not in use.
+        # Passes by younger requests that started first; 0 for lines not in use.
         self.passed_over = np.zeros(capacity, np.int32)
         # The running request with the prefix that a request waits for: its joint row, the row's
         # epoch, and the protected length that includes the prefix.
@@ -68,7 +68,6 @@ class WaitingColumns:
             self.end -= 1
 
     def clear(self) -> None:
-        """Free all lines."""
         self._free_lines.clear()
         self.is_waiting[: self.end] = False
         self.passed_over[: self.end] = 0

@@ -12,7 +12,7 @@ from sgl_jax.scheduler.waiting.wait_reason import WaitKind
 
 _NEVER = np.iinfo(np.int32).max  # pages that no rank has
 _NO_RANK = -1
-# Parts of an order key, in bits. Larger values are cut: it changes the order of extremes only.
+# Parts of an order key, in bits. Larger values are clipped: only the order of extremes changes.
 _ARRIVAL_BITS, _TURN_BITS, _CACHED_BITS, _LEVEL_BITS = 20, 12, 17, 12
 MOST_ARRIVALS, MOST_TURNS, MOST_CACHED, MOST_LEVELS = (
     (1 << bits) - 1 for bits in (_ARRIVAL_BITS, _TURN_BITS, _CACHED_BITS, _LEVEL_BITS)
@@ -40,9 +40,9 @@ _REUSE_PAGES = 4
 def read_cursors(
     cursor: Int32Array, above: Int32Array, usable_pages: Int32Array, cached_pages: Int32Array
 ) -> None:
-    """Write the pages cached at the lines' cursors on one rank's tree to `cached_pages`,
-    int32[lines]. `cursor` has the lines' cursors by number; `above` and `usable_pages` are columns
-    of the cursors."""
+    """Write to `cached_pages`, int32[lines], the pages cached at the lines' cursors on one rank's
+    tree. `cursor` has the lines' cursors by number; `above` and `usable_pages` are columns of
+    these."""
     assert len(cursor) == len(cached_pages)
     for line in range(len(cursor)):
         number = cursor[line]
@@ -110,8 +110,7 @@ def reuse_order(
     computes.
 
     Returns int32[len(is_waiting)] below `NUM_REUSES`, 0 for the most pages. The first four
-    parameters are columns of the queue, with the cursors of one rank; the last two are columns of
-    these cursors.
+    parameters are columns of the queue, with one rank's cursors; the last two are columns of these.
     """
     order = np.full(len(is_waiting), NUM_REUSES - 1, np.int32)
     assert len(is_waiting) == len(num_pages) == len(most_cached) == len(cursor)
@@ -175,13 +174,11 @@ def least_pages(
 ) -> Int32Array:
     """Return the minimum pages of each line on each of the open `ranks`, int32[len(ranks), end].
 
-    They hold if all of the line's cached prefix is in use; `fits.NEVER` if it may not start in this
+    These assume that all of its cached prefix is in use; `fits.NEVER` if it may not start in this
     step. A request that starts in this step may allow other lines to share more cached pages, but
     takes more room than that.
 
     Args:
-        end: lines below it are in use.
-        ranks: indices of the ranks.
         is_open: bool[all ranks]; a line deferred to a rank is tried once that has room.
         step: the step being planned. The following parameters are the queue's columns.
         floor: int64[all ranks]; a line starts there only if its priority is above.
@@ -221,8 +218,7 @@ def order_keys(
     is_due: BoolArray,
     arrival: Int64Array,
 ) -> Int64Array:
-    """Return int64[end], sort keys of the lines in admission order; `LAST` if a line may start
-    nowhere.
+    """Return int64[end], sort keys in admission order; `LAST` if a line may start nowhere.
 
     Args:
         least: int32[ranks, end], the pages that a line takes to start; `fits.NEVER` if it may not.
@@ -288,7 +284,7 @@ def pass_over(
 
     A line that lacked pages, since there were only `num_free`, has been passed over
     `max_passed_over` times when the requests before it have received as much service as it needs. A
-    started request with more cached pages (`started_cached`) comes before it in any case and counts
+    started request with more cached pages (`started_cached`) always comes before it and counts
     once. `service` is a column; `num_pages` and `cached_pages` are columns of that rank.
     """
     assert end <= len(is_waiting)

@@ -95,7 +95,6 @@ class WaitingQueue:
     # -- requests come and go -----------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Add a new or retracted request."""
         columns = self._columns
         line = request.line = columns.take_line()
         self._requests[request.rid] = self._by_line[line] = request
@@ -163,11 +162,9 @@ class WaitingQueue:
 
     def started(self, request: Request, dp_rank: int, num_free: int) -> None:
         """Remove a request that got memory on a rank, which had `num_free` pages, and count that it
-        passed over earlier, no less important requests there.
-
-        If it was due, passes over later requests are counted from 0 again: so in a long queue, only
-        one in `max_passed_over` requests starts because it is due, and the rest by their order.
-        """
+        passed over earlier, no less important requests there. If it was due, passes over later
+        requests are counted from 0 again: so in a long queue, only one in `max_passed_over` starts
+        because it is due."""
         columns, service = self._columns, float(self._columns.service[request.line])
         started_cached = int(columns.cached_pages[dp_rank, request.line])
         was_due, turns = self.is_due(request), self._tenants.turns()
@@ -217,8 +214,7 @@ class WaitingQueue:
         return self._cursors[request.line]
 
     def is_due(self, request: Request) -> bool:
-        """Return whether a rank is held for the request: it, or its tenant, was passed over too
-        often."""
+        """Return whether a rank is held for the request: too many passes over it, or its tenant."""
         turns = self._tenants.turns()
         if turns is not None and turns.is_lagging[request.tenant]:
             return True
@@ -311,7 +307,6 @@ class WaitingQueue:
 
     @property
     def highest_priority(self) -> int | None:
-        """Return the highest priority of the waiting requests; None if none waits."""
         return self._priorities.highest
 
     def pages_short(self, request: Request, rooms: Rooms, dp_rank: int, num_pages: int) -> int:
@@ -338,8 +333,7 @@ class WaitingQueue:
     def hold(
         self, request: Request, rooms: Rooms, dp_rank: int, num_pages: int, num_steps: int
     ) -> None:
-        """Record in `rooms` that a rank is held for `request`, to take `num_pages` in
-        `num_steps`."""
+        """Record in `rooms` that a rank is held for `request`, for `num_pages` in `num_steps`."""
         self._note_chances()
         hold(
             rooms,
