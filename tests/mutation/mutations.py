@@ -1687,7 +1687,7 @@ MUTATIONS = (
     Mutation(
         "start beside prompts whose pages are still to be taken",
         _FORECAST,
-        "            growth = max(growth, need.known)  # uncomputed prompts are no forecast\n",
+        "            growth = max(growth, need.known)  # uncomputed prompts are certain\n",
         "            pass\n",
     ),
     Mutation(
