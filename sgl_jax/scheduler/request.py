@@ -71,7 +71,7 @@ class Request:
         prompt: Int32Array | None = None,
         session: Session | None = None,
     ) -> None:
-        """Create a waiting request; `prompt` replaces `message.input_ids` if it is longer."""
+        """Create a waiting request; `prompt`, if given, replaces `message.input_ids`."""
         # `tokens` needs a ninth of the memory of a list of objects, which the garbage collector
         # would also scan.
         self.message = replace(message, input_ids=[])

@@ -217,7 +217,8 @@ class StepBuilder:
             self._divide(*self._levels[-1])
 
     def _divide(self, priority: int, num_tokens: int) -> None:
-        """Divide the prompt tokens left by higher priorities among the rows of `priority`."""
+        """Divide the `num_tokens` prompt tokens left by higher priorities among the rows of
+        `priority`, which need all of them."""
         running = self.rank.running
         num_short = 0
         if not self.rank.short_debt:

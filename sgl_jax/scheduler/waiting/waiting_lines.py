@@ -331,7 +331,7 @@ def count_kinds(
 
     `is_full` is indexed by tenant, `is_fetching` by joint row, `has_row` by rank, `fits` and
     `fits_unheld`, without the ranks' holds, by rank and line. The other columns are indexed by
-    line; `is_loading` selects lines with a prefix being loaded from the store.
+    line; `is_loading` selects lines that wait for the store.
     """
     counts = np.zeros(len(COUNTED_KINDS), np.int64)
     assert end <= len(is_waiting)
