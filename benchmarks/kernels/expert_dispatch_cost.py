@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sgl_jax.core.expert_choice import ExpertChoice
+from sgl_jax.core.layer_configs import ExpertChoice
 from sgl_jax.kernels.expert_dispatch.interface import ChooseExperts
 from sgl_jax.kernels.expert_dispatch.lines import ExpertDispatch, Router, lines_at_once
 from sgl_jax.kernels.expert_dispatch.tpu import tpu_add, tpu_choose, tpu_gate, tpu_gather, tpu_sort

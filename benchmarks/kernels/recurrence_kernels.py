@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from benchmarks.kernels.attention_kernels import CHUNK, DTYPE, HEAD_DIM, ROWS
 from benchmarks.kernels.compiled_kernel import Kernel, Shape, longest_loop, per
 from benchmarks.kernels.schedule import Loop, Schedule
-from sgl_jax.core.recurrence import conv_state_shape
+from sgl_jax.core.layer_configs import conv_state_shape
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, DeltaInputs, StateBatch
 from sgl_jax.kernels.gated_delta.tpu.conv import BLOCK_TOKENS, causal_conv
 from sgl_jax.kernels.gated_delta.tpu.decode import decode_gated_delta

@@ -57,8 +57,7 @@ from sgl_jax.layers.agreement import of_each_host
 from sgl_jax.mem_cache.device_pool import kv_absmax, make_zeros
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.placement import place_model
-from sgl_jax.models.same_model import check_same_model
-from sgl_jax.models.served import served_config
+from sgl_jax.models.served import check_same_model, served_config
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from sgl_jax.core.latents import LatentConfig
+from sgl_jax.core.layer_configs import LatentConfig
 from sgl_jax.kernels.attention.batch import AttentionBatch
 from sgl_jax.kernels.latent_attention.interface import PagedLatentAttention
 from sgl_jax.kernels.latent_attention.latents import LatentQueries, UpProjections

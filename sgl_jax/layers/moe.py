@@ -17,7 +17,7 @@ from flax import nnx
 from jax import lax
 from numpy.typing import NDArray
 
-from sgl_jax.core.expert_choice import ExpertChoice
+from sgl_jax.core.layer_configs import ExpertChoice
 from sgl_jax.kernels.expert_dispatch.interface import XLA_MOVES, DispatchKernels
 from sgl_jax.kernels.expert_dispatch.lines import (
     ExpertDispatch,

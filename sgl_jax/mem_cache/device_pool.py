@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sgl_jax.core.recurrence import GatedDeltaConfig, conv_state_shape
+from sgl_jax.core.layer_configs import GatedDeltaConfig, conv_state_shape
 
 _Tree = TypeVar("_Tree")
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sgl_jax.core.cache_groups import LAST_VALUE, CacheGroup
-from sgl_jax.core.latents import LatentConfig
-from sgl_jax.core.recurrence import GatedDeltaConfig
+from sgl_jax.core.layer_configs import GatedDeltaConfig, LatentConfig
 from sgl_jax.models.config_defaults import (
     architecture_name,
     completed,

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from sgl_jax.core.latents import LatentConfig
+from sgl_jax.core.layer_configs import LatentConfig
 from sgl_jax.layers.attention import replicated_kv_heads
 from sgl_jax.layers.head_sources import ByHead, HeadMatrices, HeadRows
 from sgl_jax.layers.latent_attention import LatentAttention

@@ -11,9 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from sgl_jax.core.expert_choice import ExpertChoice
-from sgl_jax.core.latents import LatentConfig
-from sgl_jax.core.recurrence import GatedDeltaConfig
+from sgl_jax.core.layer_configs import ExpertChoice, GatedDeltaConfig, LatentConfig
 from sgl_jax.models.config_defaults import has_latents, is_hybrid
 from sgl_jax.models.config_fields import (
     ModelConfigError,

@@ -8,7 +8,7 @@ from functools import partial
 
 import jax.numpy as jnp
 
-from sgl_jax.core.recurrence import GatedDeltaConfig
+from sgl_jax.core.layer_configs import GatedDeltaConfig
 from sgl_jax.layers.gated_delta_net import DepthwiseConv, GatedDeltaNet
 from sgl_jax.layers.head_sources import ByHead, HeadRows
 from sgl_jax.layers.norm import RMSNorm

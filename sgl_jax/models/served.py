@@ -1,9 +1,13 @@
 """The model with the settings of an engine."""
 
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.models.config import ModelConfig
+from sgl_jax.models.config_fields import ModelConfigError
 from sgl_jax.models.eagle3_config import with_eagle3_head
 
 
@@ -16,3 +20,34 @@ def served_config(config: ModelConfig, args: ServerArgs) -> ModelConfig:
     if args.speculative_draft_model_path:
         return with_eagle3_head(config, Path(args.speculative_draft_model_path))
     return config.drafting() if args.has_draft_layer else config
+
+
+_MAX_NAMED = 8  # a model of another kind differs in every layer
+
+
+def check_same_model(served: ModelConfig, given: ModelConfig) -> None:
+    """Raise ModelConfigError, with the differences, unless `given` fits `served`'s programs."""
+    # It only affects dummy weights.
+    given = replace(given, initializer_range=served.initializer_range)
+    found = list(_differences("", served, given))
+    if found:
+        more = [f"and {len(found) - _MAX_NAMED} more"] if len(found) > _MAX_NAMED else []
+        raise ModelConfigError(
+            f"it is not the model that is served: {'; '.join(found[:_MAX_NAMED] + more)}"
+        )
+
+
+def _differences(name: str, served: Any, given: Any) -> Iterator[str]:
+    if served == given:
+        return
+    if is_dataclass(served) and type(served) is type(given):
+        for field in fields(served):
+            own = f"{name}.{field.name}" if name else field.name
+            yield from _differences(own, getattr(served, field.name), getattr(given, field.name))
+    elif isinstance(served, tuple) and isinstance(given, tuple):
+        if len(served) != len(given):
+            yield f"{name}: {len(given)} instead of {len(served)}"
+        for i, (old, new) in enumerate(zip(served, given, strict=False)):
+            yield from _differences(f"{name}[{i}]", old, new)
+    else:
+        yield f"{name} is {given!r} instead of {served!r}"

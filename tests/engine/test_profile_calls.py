@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from sgl_jax.core.messages import StartProfile, StopProfile
-from sgl_jax.engine.loop.call_undo import CallUndo
-from sgl_jax.engine.loop.controls import Controls
+from sgl_jax.engine.loop.controls import CallUndo, Controls
 from sgl_jax.executor.profiler import Profiler
 
 

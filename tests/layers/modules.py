@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.nnx.traversals import unflatten_mapping
 
-from sgl_jax.core.expert_choice import ExpertChoice
+from sgl_jax.core.layer_configs import ExpertChoice
 from sgl_jax.kernels.expert_dispatch.interface import XLA_MOVES
 from sgl_jax.layers.linear import ExpertLinear, Linear
 from sgl_jax.layers.mlp import ACTIVATIONS, GatedMLP

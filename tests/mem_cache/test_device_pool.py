@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from sgl_jax.core.recurrence import GatedDeltaConfig
+from sgl_jax.core.layer_configs import GatedDeltaConfig
 from sgl_jax.mem_cache.device_pool import (
     KVPoolLayout,
     StatePoolLayout,

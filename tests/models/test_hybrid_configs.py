@@ -3,8 +3,7 @@
 import pytest
 
 from sgl_jax.core.cache_groups import LAST_VALUE, CacheGroup
-from sgl_jax.core.expert_choice import ExpertChoice
-from sgl_jax.core.recurrence import GatedDeltaConfig
+from sgl_jax.core.layer_configs import ExpertChoice, GatedDeltaConfig
 from sgl_jax.models.config import ModelConfig, ModelConfigError, RopeConfig
 from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.registry import build_model

@@ -5,8 +5,7 @@ import math
 import pytest
 
 from sgl_jax.core.cache_groups import CacheGroup
-from sgl_jax.core.expert_choice import ExpertChoice
-from sgl_jax.core.latents import LatentConfig
+from sgl_jax.core.layer_configs import ExpertChoice, LatentConfig
 from sgl_jax.models.config import ModelConfig, ModelConfigError
 from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.registry import build_model

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from sgl_jax.core.expert_choice import ExpertChoice
+from sgl_jax.core.layer_configs import ExpertChoice
 from sgl_jax.models.config import (
     CacheGroup,
     ModelConfig,

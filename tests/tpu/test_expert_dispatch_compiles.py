@@ -5,7 +5,7 @@ from functools import partial
 import jax.numpy as jnp
 import pytest
 
-from sgl_jax.core.expert_choice import ExpertChoice
+from sgl_jax.core.layer_configs import ExpertChoice
 from sgl_jax.kernels.expert_dispatch.lines import UNDIVIDED_TOKENS, Router
 from sgl_jax.kernels.expert_dispatch.tpu import tpu_add, tpu_choose, tpu_gate, tpu_gather, tpu_sort
 from sgl_jax.layers.moe import silu_gated

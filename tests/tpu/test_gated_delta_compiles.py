@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from sgl_jax.core.recurrence import conv_state_shape
+from sgl_jax.core.layer_configs import conv_state_shape
 from sgl_jax.kernels.gated_delta.api import gated_delta_implementation
 from sgl_jax.kernels.gated_delta.batch import DeltaInputs, StateBatch
 from sgl_jax.planner.topology import CHIPS

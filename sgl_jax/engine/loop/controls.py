@@ -36,7 +36,6 @@ from sgl_jax.core.messages import (
     UpdateWeightsFromDisk,
 )
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.engine.loop.call_undo import CallUndo
 from sgl_jax.engine.watchdog import Watchdog
 from sgl_jax.executor.expert_recorder import ExpertRecorder
 from sgl_jax.executor.model_executor import ModelExecutor, WeightsError
@@ -70,6 +69,27 @@ class Controlled(Protocol):
     def empty_caches(self) -> None: ...
 
     def change_info(self, **facts: Any) -> None: ...
+
+
+class CallUndo:
+    """The last call that changed each subject (for example a session), with its undo step."""
+
+    def __init__(self) -> None:
+        self._steps: dict[str, tuple[str, Callable[[], object]]] = {}
+
+    def note(self, rid: str, subject: str, undo: Callable[[], object]) -> None:
+        self._steps.pop(subject, None)
+        self._steps[subject] = rid, undo
+        if len(self._steps) > _MAX_STEPS:
+            del self._steps[next(iter(self._steps))]
+
+    def undo(self, rid: str) -> None:
+        """Undo call `rid`, unless it changed nothing or its subject has changed since."""
+        for subject, (noted, undo) in self._steps.items():
+            if noted == rid:
+                del self._steps[subject]
+                undo()
+                return
 
 
 class Controls:
@@ -224,3 +244,7 @@ def answer(message: Any, data: Any) -> Reply:
 def refusal(message: Any, why: str, **data: Any) -> Reply:
     """Return the reply to a refused call, with the reason `why` and `Reply.data` from `data`."""
     return Reply(rid=message.rid, ok=False, message=why, data=data)
+
+
+# Upper bound on calls without a reply (`Frontend.call`), so older calls can no longer be cancelled.
+_MAX_STEPS = 1024

@@ -40,14 +40,12 @@ from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.step_plan import StepHandle, StepPlan
 from sgl_jax.engine.channels import Channel
 from sgl_jax.engine.loop.background_audit import BackgroundAudit
-from sgl_jax.engine.loop.call_undo import CallUndo
-from sgl_jax.engine.loop.controls import Controls, answer, refusal
-from sgl_jax.engine.loop.grammar_masks import step_masks
+from sgl_jax.engine.loop.controls import CallUndo, Controls, answer, refusal
 from sgl_jax.engine.loop.host_transfers import HostTransfers
 from sgl_jax.engine.loop.kv_events import KVEventsConfig, open_kv_events
 from sgl_jax.engine.loop.memory_defect import DefectRecord
 from sgl_jax.engine.loop.pending_flushes import PendingFlushes
-from sgl_jax.engine.loop.request_grammars import RequestGrammars
+from sgl_jax.engine.loop.request_grammars import RequestGrammars, step_masks
 from sgl_jax.engine.loop.request_stamps import RequestStamps
 from sgl_jax.engine.loop.saved_cache import CacheSaver
 from sgl_jax.engine.loop.step_failures import StepFailures

@@ -6,15 +6,17 @@ From then on the request holds a matcher, so a step never waits for one.
 
 from collections import deque
 
+import numpy as np
 from llguidance import LLMatcher
 
 from sgl_jax.core.engine_messages import FinishReason
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.messages import GenerateRequest, holder_of
+from sgl_jax.core.messages import AbortRequest, GenerateRequest, holder_of
 from sgl_jax.core.shares import tenant_text
+from sgl_jax.core.step_plan import Int32Array, StepPlan, mask_words
 from sgl_jax.grammar.compile_queue import CompileQueue, Job
 from sgl_jax.grammar.compiler import GrammarCompiler
-from sgl_jax.scheduler.events import GrammarReady
+from sgl_jax.scheduler.events import Expect, GrammarReady
 from sgl_jax.scheduler.scheduler import Scheduler
 
 # Requests that get their grammar in one turn of the loop: some milliseconds of host time.
@@ -96,3 +98,34 @@ def _queue_full(whose: str | None) -> FinishReason:
         return FinishReason("abort", message=text, status_code=503, code="queue_full")
     text = f"too many grammars of {whose} wait to be compiled"
     return FinishReason("abort", message=text, status_code=429, code="tenant_queue_full")
+
+
+_GIVEN_UP = "the output could not be held to its grammar any longer: "
+
+
+def step_masks(plan: StepPlan, scheduler: Scheduler) -> list[Int32Array]:
+    """Return the masks of a masked step in flight. All earlier results must have been read.
+
+    For each rank int32[rows, 1 + max_draft_tokens, words], one bit per token of the vocabulary; all
+    bits are set for a row without a grammar. Tokens that a grammar forces become scheduler events,
+    and so does the end of a request if its grammar failed.
+    """
+    sizes = scheduler.sizes
+    shape = (1 + sizes.max_draft_tokens, mask_words(sizes.vocab_size))
+    given_up: list[AbortRequest] = []
+    masks = [np.full((len(rank.rows), *shape), -1, np.int32) for rank in plan.ranks]
+    for dp_rank, index, request, output in scheduler.rows_with_grammar(plan):
+        matcher, drafts = request.matcher, plan.ranks[dp_rank].known_drafts(index)
+        matcher.read(output)
+        expected = matcher.expected() if sizes.max_draft_tokens else ()
+        if len(expected) > 1:  # the step draws the first
+            first = request.prompt_len + len(output)
+            forced = np.array(expected, np.int32)
+            scheduler.handle(Expect(request.rid, first, forced))
+        matcher.masks(drafts, masks[dp_rank][index, : 1 + len(drafts)])
+        if matcher.error:
+            why = _GIVEN_UP + matcher.error
+            given_up.append(AbortRequest(rid=request.rid, message=why, status_code=400))
+    for message in given_up:
+        scheduler.handle(message)
+    return masks

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sgl_jax.core.private_files import make_private_folder, open_private
-from sgl_jax.executor.block_stores.block_store import StoreBusyError
-from sgl_jax.executor.block_stores.sealed import HEAD_BYTES, head, unsealed
+from sgl_jax.executor.block_stores.block_store import HEAD_BYTES, StoreBusyError, head, unsealed
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sgl_jax.executor.block_stores.sealed import head, unsealed
+from sgl_jax.executor.block_stores.block_store import head, unsealed
 
 logger = logging.getLogger(__name__)
 

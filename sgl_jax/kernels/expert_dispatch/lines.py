@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sgl_jax.core.expert_choice import ExpertChoice
+from sgl_jax.core.layer_configs import ExpertChoice
 
 # Up to this many tokens, all lines are processed at once: the TPU kernels skip unused lines, and a
 # loop costs more than the memory for them.

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sgl_jax.core.expert_choice import ExpertChoice
+from sgl_jax.core.layer_configs import ExpertChoice
 from sgl_jax.kernels.expert_dispatch.lines import ExpertDispatch, Gated, Router, are_few
 from sgl_jax.kernels.rms_norm import rms_normalised
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas.tpu import force_tpu_interpret_mode
 
-from sgl_jax.core.expert_choice import ExpertChoice
+from sgl_jax.core.layer_configs import ExpertChoice
 from sgl_jax.kernels.expert_dispatch.lines import Router
 from sgl_jax.kernels.expert_dispatch.tpu import routing
 from sgl_jax.kernels.expert_dispatch.xla import xla_choose, xla_sort

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from sgl_jax.core.recurrence import conv_state_shape
+from sgl_jax.core.layer_configs import conv_state_shape
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, DeltaInputs, StateBatch
 from tests.kernels.gated_delta import reference
 from tests.kernels.gated_delta.reference import Step

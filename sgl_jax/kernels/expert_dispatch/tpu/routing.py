@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from sgl_jax.core.expert_choice import ExpertChoice
+from sgl_jax.core.layer_configs import ExpertChoice
 from sgl_jax.kernels.expert_dispatch.lines import UNDIVIDED_TOKENS, ExpertDispatch, Router
 from sgl_jax.kernels.expert_dispatch.xla import LEAST_SUM, xla_sort
 from sgl_jax.kernels.pallas_tpu import product
