@@ -1,7 +1,7 @@
-"""Replace lone halves of surrogate pairs, which UTF-8 cannot encode, with U+FFFD.
+r"""Replace lone halves of surrogate pairs, which UTF-8 cannot encode, with U+FFFD.
 
 A program that cuts text between the two halves of a character above U+FFFF sends a lone half, as an
-escape in JSON (`\\ud83d`) or encoded as if it were a character.
+escape in JSON (`\ud83d`) or encoded as if it were a character.
 """
 
 import re

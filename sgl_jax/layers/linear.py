@@ -100,7 +100,6 @@ class ExpertLinear(nnx.Module):
 
         Results are arbitrary after the last group.
         """
-
         if isinstance(self.weight, QuantizedExperts):
             own = self.weight
             return own.product(self.multiply, lines, group_sizes, transposed=self.transposed)

@@ -136,8 +136,9 @@ class Ranks:
         ]
 
     def states(self) -> list[dict[str, Any]]:
-        """Return the memory, load and counts of each rank, as JSON values: the fields of
-        `MemoryView` and
+        """Return the memory, load and counts of each rank, as JSON values.
+
+        The fields of `MemoryView` and
 
         - num_running: running requests.
         - session_pages: pages held only by idle sessions, including the tree's.

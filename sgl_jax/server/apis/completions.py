@@ -198,7 +198,7 @@ class CompletionFormat(OpenAIFormat):
         return tops
 
     def _text(self, token_id: int) -> str:
-        """Return a token's text; bytes other than UTF-8 as `bytes:\\xNN`, like OpenAI."""
+        r"""Return a token's text; bytes other than UTF-8 as `bytes:\xNN`, like OpenAI."""
         data = self._tokenizer.token_bytes(token_id)
         try:
             return data.decode()
