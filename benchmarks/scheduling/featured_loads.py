@@ -163,7 +163,7 @@ FEATURED = [
     ),
     Load(
         "host-sessions",
-        "48 sessions of 300 + 100 to 300 in 32k tokens and four times as much in the host's memory",
+        "48 sessions of 300 + 100 to 300 in 32k tokens and four times as much in host memory",
         lambda: sessions(48, requests("turn", 300, (100, 300), 512), turns=(4, 10), think_s=1.0),
         30.0,
         pool_tokens=32_768,
@@ -180,7 +180,7 @@ FEATURED = [
     ),
     Load(
         "host-tail",
-        "64 clients, outputs of median 150 with a long tail, as much again in the host's memory",
+        "64 clients, outputs of median 150 with a long tail, as much again in host memory",
         lambda: closed_loop(64, requests("chat", (50, 300), Tail(150, 1.0, 4_096), 4_096)),
         20.0,
         pool_tokens=24_576,

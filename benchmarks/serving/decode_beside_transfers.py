@@ -1,11 +1,11 @@
-"""Decode throughput while prefixes move between the device and the host's memory.
+"""Decode throughput while prefixes move between the device and host memory.
 
     python -m benchmarks.serving.decode_beside_transfers --model-path FOLDER --direction in
 
 Some rows decode; meanwhile other requests arrive at a fixed pace, whose prompts are cached but for
 a token, and generate one. They use one history, which stays where it is, or several in turns, each
 of which moves: `in`, since the device's pool has no room for all, so each is fetched; `out`, since
-the host's memory has none, so each is copied once more (`write_through_selective`). So the two
+host memory has none, so each is copied once more (`write_through_selective`). So the two
 differ by nothing but the transfers. Blocks of both, and of rows that decode alone, alternate as
 A B C C B A, so that other load on the machine affects them alike.
 """

@@ -2,7 +2,7 @@
 
     python -m benchmarks.serving.hanging_store --model-path models/demo --call exists
 
-Two engines keep prefixes in the host's memory, and one of them has a store behind it, whose calls
+Two engines keep prefixes in host memory, and one of them has a store below it, whose calls
 `exists`, `get` or `put` never return. After its first overdue transfer both answer the same
 prompts, which no cache holds, one at a time and in the order A B B A, so that other load on the
 machine affects both alike. The store's probes hang, too.

@@ -1,4 +1,4 @@
-"""Time to the first token of a turn whose history is in the host's memory, or on its disk.
+"""Time to the first token of a turn whose history is in host memory, or on its disk.
 
     python -m benchmarks.serving.host_turns --model-path FOLDER --history 4096
 

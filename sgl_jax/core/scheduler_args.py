@@ -35,7 +35,7 @@ class SchedulerArgs:
     )
     hicache_storage_backend: str = setting(
         "none",
-        "with --enable-hierarchical-cache, a store behind the host's memory for all that it gains: "
+        "with --enable-hierarchical-cache, a store below host memory for all that it gains: "
         "a folder (file), or Mooncake's distributed store (mooncake)",
         ("none", "file", "mooncake"),
     )

@@ -81,7 +81,7 @@ class ServerArgs(SchedulerArgs):
     dp_size: int = setting(1, "data-parallel ranks; devices used = dp x tp", bounds=(1, 4096))
     ep_size: int = setting(
         1,
-        "chips that whole experts are dealt out to: --tp-size, or dp x tp; 1: the chips of a rank "
+        "chips across which whole experts are distributed: --tp-size, or dp x tp; 1: the chips of a rank "
         "share each expert",
         bounds=(1, 4096),
     )
@@ -94,7 +94,7 @@ class ServerArgs(SchedulerArgs):
     init_expert_location: str = setting(
         "trivial",
         "with --ep-size above 1: file of counts, from /dump_expert_distribution_record, by which "
-        "each layer's experts are dealt out to level the chips' loads; trivial: in order",
+        "each layer's experts are distributed to level the chips' loads; trivial: in order",
     )
     expert_distribution_recorder_mode: str = setting(
         "none",
@@ -158,11 +158,11 @@ class ServerArgs(SchedulerArgs):
         None, "tokens in the KV pool of a rank, instead of --mem-fraction-static"
     )
     enable_hierarchical_cache: bool = setting(
-        False, "keep prefixes in the host's memory, too, and fetch them from there"
+        False, "keep prefixes in host memory, too, and fetch them from there"
     )
     hicache_ratio: float = setting(
         2.0,
-        "with --enable-hierarchical-cache, the host's memory for prefixes, relative to the pools "
+        "with --enable-hierarchical-cache, host memory for prefixes, relative to the pools "
         "on the devices",
         bounds=(0.01, 1000.0),
     )
@@ -434,7 +434,7 @@ class ServerArgs(SchedulerArgs):
         if not self.enable_hierarchical_cache:
             raise ValueError(
                 f"--hicache-storage-backend {backend} needs --enable-hierarchical-cache: the store "
-                "is behind the host's memory"
+                "is behind host memory"
             )
         if self.num_hosts > 1:
             raise ValueError(

@@ -228,7 +228,7 @@ class ModelExecutor(Executor):
         self._state, self.fetch_rate = host_store.measure(self._state)
         self.store_rate = host_store.measure_store()
         logger.info(
-            "a rank computes %.0f prompt tokens a second, fetches %.0f from the host's memory, and "
+            "a rank computes %.0f prompt tokens a second, fetches %.0f from host memory, and "
             "loads %.0f from the store",
             *(self.prefill_rate, self.fetch_rate, self.store_rate),
         )

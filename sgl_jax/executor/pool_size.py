@@ -204,10 +204,10 @@ def require_host_bytes(num_bytes: int) -> None:
     available = _available_host_bytes()
     if num_bytes > available:
         raise RuntimeError(
-            f"the prefixes in the host's memory would take {num_bytes / 1e9:.1f} GB of the "
+            f"the prefixes in host memory would take {num_bytes / 1e9:.1f} GB of the "
             f"{available / 1e9:.1f} GB that are available: lower --hicache-ratio or --hicache-size"
         )
-    logger.info("%.2f GB of the host's memory are for prefixes", num_bytes / 1e9)
+    logger.info("%.2f GB of host memory are for prefixes", num_bytes / 1e9)
 
 
 def _available_host_bytes() -> int:

@@ -259,7 +259,7 @@ FIGURES = (
     ),
     _of_pools(
         "host_blocks",
-        "blocks of prefixes in the host's memory, of a pool by state; the others add up to total",
+        "blocks of prefixes in host memory, of a pool by state; the others add up to total",
         "host_pools",
         host_block_states,
     ),
@@ -320,18 +320,18 @@ FIGURES = (
     _count(
         "host_fetched_tokens",
         "host_fetched_tokens",
-        "tokens of prefixes fetched from the host's memory",
+        "tokens of prefixes fetched from host memory",
     ),
     _count("host_copied_pages", "host_copied_pages", "pages of the first pool copied to the host"),
     _count(
         "host_failed_transfers",
         "host_failed_transfers",
-        "transfers of the host's memory that failed",
+        "transfers of host memory that failed",
     ),
     _count(
         "store_loaded_tokens",
         "store_loaded_tokens",
-        "tokens of prefixes loaded from the store behind the host's memory",
+        "tokens of prefixes loaded from the store below host memory",
     ),
     _count("store_put_blocks", "store_put_blocks", "blocks put into that store"),
     _count("evicted_sessions", "sessions_evicted", "idle sessions evicted"),

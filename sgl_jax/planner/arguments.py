@@ -85,14 +85,14 @@ def parse_plan_request(argv: Sequence[str] | None = None) -> PlanRequest:
     parser.add_argument(
         "--host-link-gb-s",
         type=float,
-        help="with --enable-hierarchical-cache, gigabytes a second from the host's memory to each "
+        help="with --enable-hierarchical-cache, gigabytes a second from host memory to each "
         "rank (by default 15 for each of its chips, 32 on v6e and tpu7x: their PCIe links)",
     )
     parser.add_argument(
         "--store-gb-s",
         type=float,
         default=PlanRequest.store_gb_s,
-        help="the same from the store to the host's memory (%(default)s: an NVMe disk on four "
+        help="the same from the store to host memory (%(default)s: an NVMe disk on four "
         "lanes of PCIe 3)",
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")

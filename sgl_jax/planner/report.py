@@ -38,7 +38,7 @@ ASSUMPTIONS = (
     "requests are greedy, report no log-probabilities, share no prefix, and are all alike; "
     "experts are equally likely",
     "the host is never waited for; a prefix is loaded at the full rate of its links, behind no "
-    "other, from a store through the host's memory, and is computed in chunks of prompts like it",
+    "other, from a store through host memory, and is computed in chunks of prompts like it",
 )
 
 _ALWAYS_SHOWN = ("model_path", "dp_size", "tp_size")

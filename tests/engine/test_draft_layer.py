@@ -1,4 +1,4 @@
-"""Draft layers through the whole engine: sessions, grammars, retracts, the host's memory, a store.
+"""Draft layers through the whole engine: sessions, grammars, retracts, host memory, a store.
 
 Each engine with drafts answers the same requests, one kind after the other, as one without.
 """

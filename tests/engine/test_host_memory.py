@@ -1,6 +1,6 @@
-"""Prefixes that come back from the host's memory: answers are those of an engine with room for all.
+"""Prefixes that come back from host memory: answers are those of an engine with room for all.
 
-One engine has a device pool for every conversation, the other for a few and the host's memory. Both
+One engine has a device pool for every conversation, the other for a few and host memory. Both
 answer the same turns, one after another, so each finds as much of its history: then tokens and
 log-probabilities are equal bit by bit.
 """

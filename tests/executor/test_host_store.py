@@ -1,4 +1,4 @@
-"""The host's memory of an executor: its rates are measured, and its blocks have one byte order."""
+"""Host memory of an executor: its rates are measured, and its blocks have one byte order."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -63,7 +63,7 @@ def mixture_of_experts(
     num_stored=5,
 ):
     """Of 5 experts, 2 of them for each token, hidden 8, width 12; `num_stored` is a multiple of the
-    chips that they are dealt out to."""
+    chips across which they are distributed."""
 
     def experts(name, *, transposed):
         source = Tensor(name, (num_stored, 12, 8))

@@ -95,7 +95,7 @@ def counters(server: LiveServer) -> dict[str, int]:
 
 
 def until_walked(server: LiveServer) -> None:
-    """Wait until the tree and the host's memory hold prefixes, and then another walk has ended."""
+    """Wait until the tree and host memory hold prefixes, and then another walk has ended."""
 
     def has_prefixes() -> bool:
         (rank,) = server.get("/get_server_info")["ranks"]

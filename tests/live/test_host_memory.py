@@ -1,4 +1,4 @@
-"""Conversations that the device has evicted come back from the host's memory, as clients see it."""
+"""Conversations that the device has evicted come back from host memory, as clients see it."""
 
 import random
 from collections.abc import Iterator

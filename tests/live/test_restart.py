@@ -89,7 +89,7 @@ def check_last_turns(folder: Path, talks: list[Talk]) -> float:
 
 
 def is_storing(server: LiveServer) -> bool:
-    """Whether prefixes are on their way to the host's memory or the store."""
+    """Whether prefixes are on their way to host memory or the store."""
     ranks = server.get("/get_server_info")["ranks"]
     pools = [pool for rank in ranks for pool in rank["host_pools"]]
     is_waiting = any(rank["host_copies_waiting"] for rank in ranks)

@@ -269,7 +269,7 @@ def test_blocks_of_the_hosts_memory_have_a_legend_and_details(
     page = open_page(recording.url)
     go_to(page, number)
     assert page.locator("#host-legend li").all_inner_texts() == [
-        "Blocks in the host's memory:",
+        "Blocks in host memory:",
         "free",
         "arriving: a transfer writes it",
         "cached: reusable until evicted",

@@ -63,7 +63,7 @@ def with_windows() -> Driver:
 
 
 def with_host() -> Driver:
-    """Prefixes with windows go to the host's memory and come back, by slow transfers."""
+    """Prefixes with windows go to host memory and come back, by slow transfers."""
     groups = (*FULL_ATTENTION, CacheGroup(8, 1))
     sizes = make_sizes(dp_size=2, num_pages=24, groups=groups, host_ratio=2.0)
     driver = Driver(sizes, SchedulerArgs(hicache_fetch_policy="always"))
@@ -78,7 +78,7 @@ def with_host() -> Driver:
 
 
 DRIVERS = {
-    "prefixes in the host's memory": with_host,
+    "prefixes in host memory": with_host,
     "full attention, two ranks, retracts, sessions": eventful_driver,
     "one rank that is short of pages": lambda: shared_prompts(Driver(make_sizes(num_pages=20))),
     "windows": with_windows,

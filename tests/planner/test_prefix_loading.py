@@ -1,4 +1,4 @@
-"""Prefixes in the host's memory: their room, and the time to load them beside computing them."""
+"""Prefixes in host memory: their room, and the time to load them beside computing them."""
 
 import pytest
 

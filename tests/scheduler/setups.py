@@ -59,8 +59,8 @@ class Setup:
     # Of tenants: how many there are beside none, and whether they have shares.
     num_tenants: int = 0
     is_fair: bool = False
-    # With a prefix cache: the host's memory, in multiples of the device's, its write policy, and
-    # the prefetch policy of a store behind it, if there is one.
+    # With a prefix cache: host memory, in multiples of the device's, its write policy, and
+    # the prefetch policy of a store below it, if there is one.
     host: tuple[float, str, str | None] | None = None
 
     def groups(self) -> tuple[CacheGroup, ...]:

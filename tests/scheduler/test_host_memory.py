@@ -1,4 +1,4 @@
-"""Requests whose prefixes are in the host's memory: they wait for a fetch, and never for long."""
+"""Requests whose prefixes are in host memory: they wait for a fetch, and never for long."""
 
 import pytest
 

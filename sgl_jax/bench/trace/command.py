@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
         "--store-gb-s",
         type=float,
         default=3.0,
-        help="of the store behind the host's memory in a direction, which keeps everything, with "
+        help="of the store below host memory in a direction, which keeps everything, with "
         "--hicache-storage-backend (default %(default)s)",
     )
     served.add_argument("--plot", type=Path, help=f"picture ({', '.join(PLOT_SUFFIXES)})")

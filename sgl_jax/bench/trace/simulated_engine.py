@@ -88,7 +88,7 @@ def add_step_time(parser: argparse._ActionsContainer) -> None:
         "--kv-bytes-per-token",
         type=int,
         default=_KV_BYTES_PER_TOKEN,
-        help="without --planner-model, for the host's memory (%(default)s)",
+        help="without --planner-model, for host memory (%(default)s)",
     )
     parser.add_argument("--planner-model", help="steps as long as the planner estimates for it")
     parser.add_argument("--topology", help="slice for --planner-model: v6e-8, v5p-8, ...")

@@ -40,7 +40,7 @@ export class PageMap {
   cursor = -1;
   outlined = 0; // a row: its pages have an outline
   defects = []; // pages
-  isHost = false; // the pages are blocks in the host's memory
+  isHost = false; // the pages are blocks in host memory
 
   /** `on.point(page or null)` and `on.pin(page)` follow pointer and keys. */
   constructor(dpRank, on) {

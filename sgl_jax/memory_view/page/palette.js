@@ -15,7 +15,7 @@ const HOST_NAMES = {
   cached_protected: ["leaving", "cached, and a transfer reads it"],
   session_held: [], // none
 };
-/** The same kinds with their names for blocks in the host's memory. */
+/** The same kinds with their names for blocks in host memory. */
 export const HOST_KINDS = KINDS.map((each) => {
   const [name, meaning] = HOST_NAMES[each.state] ?? [each.name, each.meaning];
   return { ...each, name, meaning };

@@ -1,4 +1,4 @@
-"""A rank's prefixes go to the host's memory and come back, and every block keeps one owner."""
+"""A rank's prefixes go to host memory and come back, and every block keeps one owner."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""A store behind the host's memory: prefixes are put there, and found by their contents alone."""
+"""A store behind host memory: prefixes are put there, and found by their contents alone."""
 
 import hashlib
 
