@@ -81,8 +81,8 @@ class ServerArgs(SchedulerArgs):
     dp_size: int = setting(1, "data-parallel ranks; devices used = dp x tp", bounds=(1, 4096))
     ep_size: int = setting(
         1,
-        "chips across which whole experts are distributed: --tp-size, or dp x tp; 1: the chips of a rank "
-        "share each expert",
+        "chips across which whole experts are distributed: --tp-size, or dp x tp; 1: the chips of "
+        "a rank share each expert",
         bounds=(1, 4096),
     )
     ep_num_redundant_experts: int = setting(
