@@ -29,7 +29,7 @@ from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import InProcessChannel
 from sgl_jax.engine.loop.core import EngineCore
-from sgl_jax.engine.loop.garbage import collect_if_many, take_over_collection
+from sgl_jax.engine.loop.garbage import collect_if_many, schedule_collection
 from sgl_jax.executor.buckets import Bucket
 from sgl_jax.executor.programs import Programs
 
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     with patch.object(Programs, "halves", slow_halves(options.compile_s)):
         core = EngineCore(args)
-        take_over_collection()
+        schedule_collection()
         streams = Streams(core)
         for number in range(options.streams):
             streams.submit(f"{number}", max_new_tokens=8000, ignore_eos=True)

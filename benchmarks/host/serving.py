@@ -25,7 +25,7 @@ from benchmarks.host.timing import timed_once
 from sgl_jax.core.messages import GenerateRequest, OpenSession, SessionTurn
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.scheduler_args import SchedulerArgs
-from sgl_jax.engine.loop.garbage import collect_if_many, take_over_collection
+from sgl_jax.engine.loop.garbage import collect_if_many, schedule_collection
 from sgl_jax.scheduler.scheduler import Scheduler
 
 NUM_WAITING = 2048
@@ -190,7 +190,7 @@ class ServingLoad:
 def serving_lines(name: str, num_steps: int) -> Iterator[str]:
     """Lines with the times of a step and a submission under `LOADS[name]`."""
     load = ServingLoad(LOADS[name])
-    take_over_collection()  # as the engine does when it is ready
+    schedule_collection()  # as the engine does when it is ready
     num_warm = 300
     steps: list[float] = []
     submits: list[float] = []

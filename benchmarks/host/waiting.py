@@ -16,7 +16,7 @@ from benchmarks.host.steps import SIZES, VOCAB_SIZE, StepLoop
 from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.scheduler_args import SchedulerArgs
-from sgl_jax.engine.loop.garbage import collect_if_many, take_over_collection
+from sgl_jax.engine.loop.garbage import collect_if_many, schedule_collection
 from sgl_jax.scheduler.scheduler import Scheduler
 
 QUEUE_LENS = (100, 5_000, 20_000)
@@ -75,7 +75,7 @@ class LongQueue:
 def waiting_lines(policy: str, num_steps: int) -> Iterator[str]:
     """Lines with the time of a step before queues of `QUEUE_LENS`."""
     queues = [LongQueue(queue_len, policy) for queue_len in QUEUE_LENS]
-    take_over_collection()
+    schedule_collection()
     for queue in queues:
         queue.run(_WARM_STEPS)
         queue.seconds.clear()

@@ -15,7 +15,7 @@ from sgl_jax.core.messages import AbortRequest, GenerateRequest, Tenant
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import RankPlan, RankResult, StepHandle, StepPlan
-from sgl_jax.engine.loop.host_transfers import PrefillMeter
+from sgl_jax.engine.loop.offload_transfers import PrefillMeter
 from sgl_jax.scheduler.events import (
     PlanStep,
     PrefillRate,

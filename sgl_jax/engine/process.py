@@ -27,7 +27,7 @@ from sgl_jax.core.log_lines import log_to_terminal
 from sgl_jax.core.progress import Progress
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import Channel, SocketChannel
-from sgl_jax.engine.loop.garbage import collect_if_many, take_over_collection
+from sgl_jax.engine.loop.garbage import collect_if_many, schedule_collection
 from sgl_jax.engine.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -154,7 +154,7 @@ def run_engine(build: Callable[[ServerArgs, Progress], Core]) -> int:
         progress = Progress()
         with Watchdog(channel.send, progress):
             core = build(args, progress)
-        take_over_collection()
+        schedule_collection()
         # Without this the server, although ready, would still report the last phase of the start.
         channel.send(Heartbeat(turn_s=None, progress=progress.report))
         channel.send(EngineInfo(info=core.info))

@@ -40,11 +40,11 @@ from sgl_jax.core.transfers import TransferEnd, Transfers
 from sgl_jax.executor.block_stores.opening import open_block_store
 from sgl_jax.executor.buckets import Bucket
 from sgl_jax.executor.compile_watch import BackgroundCompilation, CompileWatch
+from sgl_jax.executor.cpu_blocks import CpuBlocks
 from sgl_jax.executor.devices import make_mesh, platform_of, set_compilation_cache
 from sgl_jax.executor.engine_config import EngineConfig
 from sgl_jax.executor.expert_recorder import ExpertRecorder
 from sgl_jax.executor.first_token import check_first_token, first_token_plan
-from sgl_jax.executor.host_store import HostStore
 from sgl_jax.executor.layout import DPLayout, StepOutput
 from sgl_jax.executor.plan_check import check_plan
 from sgl_jax.executor.pool_size import choose_pool_pages, require_host_bytes
@@ -145,13 +145,13 @@ class ModelExecutor(Executor):
         self._programs = Programs(
             placed.graphdef, params, *self._state_shapes, self.sizes, self._mesh
         )
-        self._host_store: HostStore | None = None
+        self._cpu_blocks: CpuBlocks | None = None
         if self.sizes.host_blocks:
             require_host_bytes(config.host_bytes(self.sizes, args.num_hosts))
-            self._host_store = HostStore(self._state_shapes[0], self.sizes, self._mesh)
+            self._cpu_blocks = CpuBlocks(self._state_shapes[0], self.sizes, self._mesh)
             self._layout = config.kv_layout
             if args.hicache_storage_backend != "none":
-                self._host_store.open_store(
+                self._cpu_blocks.open_store(
                     open_block_store(args), self._kv_fingerprint(), args.store_timeout_s
                 )
         self.prefill_rate = self.fetch_rate = self.store_rate = 0.0
@@ -196,8 +196,8 @@ class ModelExecutor(Executor):
             return
         masked = self._warmup == "all"
         self._programs.compile_all(self._buckets.all, self._progress, masked=masked)
-        if self._host_store is not None:
-            self._host_store.compile()
+        if self._cpu_blocks is not None:
+            self._cpu_blocks.compile()
         self._write(empty_piece(self.sizes.dp_size, self.sizes.max_stop_ids))
         ranks = (_idle_rank(),) * self.sizes.dp_size
         shape = (0, 1 + self.sizes.max_draft_tokens, mask_words(self.sizes.vocab_size))
@@ -211,12 +211,12 @@ class ModelExecutor(Executor):
                 phase.advance()
             first = self.result(self.launch(first_token_plan(self.sizes)))
             check_first_token(first, self.sizes.vocab_size, self.info["model_path"])
-            if self._host_store is not None:
-                self._measure_rates(self._host_store)
+            if self._cpu_blocks is not None:
+                self._measure_rates(self._cpu_blocks)
             self.reset()
         self._watch.arm()
 
-    def _measure_rates(self, host_store: HostStore) -> None:
+    def _measure_rates(self, cpu_blocks: CpuBlocks) -> None:
         """Time the longest prompt of a step, a fetch and a load. Overwrites pages."""
         plan = first_token_plan(self.sizes, self.sizes.max_chunk_tokens)
         seconds = []
@@ -225,8 +225,8 @@ class ModelExecutor(Executor):
             self.result(self.launch(plan))
             seconds.append(time.perf_counter() - begin_s)
         self.prefill_rate = int(plan.ranks[0].q_lens[0]) / min(seconds)
-        self._state, self.fetch_rate = host_store.measure(self._state)
-        self.store_rate = host_store.measure_store()
+        self._state, self.fetch_rate = cpu_blocks.measure(self._state)
+        self.store_rate = cpu_blocks.measure_store()
         logger.info(
             "a rank computes %.0f prompt tokens a second, fetches %.0f from host memory, and "
             "loads %.0f from the store",
@@ -260,8 +260,8 @@ class ModelExecutor(Executor):
             admissions = [rank.admissions for rank in plan.ranks]
             for piece in cut_admissions(admissions, self.sizes.max_stop_ids):
                 self._write(piece)
-        if self._host_store is not None and plan.saved:
-            self._host_store.copy(self._state, plan.saved)
+        if self._cpu_blocks is not None and plan.saved:
+            self._cpu_blocks.copy(self._state, plan.saved)
         tokens = max(rank.num_tokens for rank in plan.ranks)
         bucket = self._buckets.smallest(tokens, max(len(rank.rows) for rank in plan.ranks))
         launched = self._run(bucket, plan)
@@ -299,29 +299,29 @@ class ModelExecutor(Executor):
     def transfer(self, transfers: Transfers) -> None:
         """Begin transfers between the devices and host memory; return while they run. After an
         error the device's state is lost: call `reset` and admit every request again."""
-        if self._host_store is not None:
-            self._state = self._host_store.transfer(self._state, transfers)
+        if self._cpu_blocks is not None:
+            self._state = self._cpu_blocks.transfer(self._state, transfers)
 
     def look_at_store(self) -> list[bool]:
         """Return the store's results since the last call, see `StoreTransfers.look`."""
-        return [] if self._host_store is None else self._host_store.look_at_store()
+        return [] if self._cpu_blocks is None else self._cpu_blocks.look_at_store()
 
     def give_up_store(self) -> None:
         """End all transfers of the store now, as failed; `ended_transfers` then returns them."""
-        if self._host_store is not None:
-            self._host_store.give_up_store()
+        if self._cpu_blocks is not None:
+            self._cpu_blocks.give_up_store()
 
     def renew_store_keys(self, *, keeps_kv: bool) -> None:
         """Renew the keys of stored KV after a change of the weights. If `keeps_kv`, KV of the old
         weights stays in use, so new blocks get a key that no later engine looks up."""
-        if self._host_store is not None and self._host_store.has_store:
+        if self._cpu_blocks is not None and self._cpu_blocks.has_store:
             fingerprint = secrets.token_hex(16) if keeps_kv else self._kv_fingerprint()
-            self._host_store.set_fingerprint(fingerprint)
+            self._cpu_blocks.set_fingerprint(fingerprint)
 
     def store_fingerprint(self) -> str:
         """Return the fingerprint in the store's keys."""
-        assert self._host_store is not None, "there is a store"
-        return self._host_store.fingerprint
+        assert self._cpu_blocks is not None, "there is a store"
+        return self._cpu_blocks.fingerprint
 
     def _kv_fingerprint(self) -> str:
         """Return a hash of everything that determines a block's contents except its tokens."""
@@ -330,13 +330,13 @@ class ModelExecutor(Executor):
 
     def ended_transfers(self) -> list[TransferEnd]:
         """Return the transfers that have ended since the last call."""
-        return [] if self._host_store is None else self._host_store.ended()
+        return [] if self._cpu_blocks is None else self._cpu_blocks.ended()
 
     def reset(self) -> None:
         """Start over after a failed step, with empty pools and tables and nothing in flight."""
         self._in_flight.clear()
-        if self._host_store is not None:
-            self._host_store.reset()
+        if self._cpu_blocks is not None:
+            self._cpu_blocks.reset()
         with self._without_state():
             pass
 
@@ -452,8 +452,8 @@ class ModelExecutor(Executor):
         self._watch.disarm()
         if self._background is not None:
             self._background.close()
-        if self._host_store is not None:
-            self._host_store.close()
+        if self._cpu_blocks is not None:
+            self._cpu_blocks.close()
         self._in_flight.clear()
         jax.block_until_ready(self._state)
         del self._state, self._row_params, self._weights, self._programs

@@ -186,7 +186,7 @@ def check_locked_pages(memory: RankMemory, leases: list[KVLease]) -> Iterator[Fi
             locked = locked[(locked >= 0) & (locked < allocator.num_pages)]
             expected.lock(locked)
             if lease.row in idle_rows:
-                expected.park(locked)
+                expected.mark_idle(locked)
                 num_held += len(memory.by_pool(lease.pages(memory.page_size, protected))[pool])
         counted = memory.locked[pool]
         differing = counted.differing(expected)

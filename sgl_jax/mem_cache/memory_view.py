@@ -24,7 +24,7 @@ class PoolView(NamedTuple):
     reserved_pages: int
 
 
-class HostPoolView(NamedTuple):
+class CpuPoolView(NamedTuple):
     """The blocks of a pool in CPU memory: total = free + arriving + cached + reserved.
     `leaving_blocks` are the cached blocks locked by fetches and copies in flight."""
 

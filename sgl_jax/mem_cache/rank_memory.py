@@ -116,10 +116,10 @@ class RankMemory(RankRecords):
             node = node.parent
         return 0
 
-    def park(self, lease: KVLease) -> None:
+    def mark_idle(self, lease: KVLease) -> None:
         """Count `lease` as an idle session's instead of a running request's."""
         for locked, listed in zip(self.locked, self._locked_pages(lease), strict=True):
-            locked.park(listed)
+            locked.mark_idle(listed)
         self._count_held(lease, 1)
 
     def unpark(self, lease: KVLease) -> None:

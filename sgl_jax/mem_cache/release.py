@@ -2,7 +2,7 @@
 
 - `publish_prefix` offers written pages to the prefix cache while the request continues.
 - `free_tail` frees slots that were reserved ahead but are not needed.
-- `let_go_windows` frees pages that windows have passed.
+- `free_passed_window_pages` frees pages that windows have passed.
 - `adopt_prefix` frees pages with tokens that the tree also holds.
 - `release_kv_cache` publishes a prefix too, and frees all the rest. Finish, stop, abort, retract,
   disconnect, error and shutdown all end a lease here.
@@ -162,11 +162,11 @@ def _keep_for_session(
         memory.sessions.unbind(lease)
         return False
     memory.lock(added)
-    memory.sessions.take_over(lease, length)
+    memory.sessions.check_in(lease, length)
     forget_states_past(memory, lease, length)
     _cut(memory, lease, length)
-    let_go_windows(memory.rows, [memory], np.array([lease.row]), np.array([length]))
-    memory.park(lease)
+    free_passed_window_pages(memory.rows, [memory], np.array([lease.row]), np.array([length]))
+    memory.mark_idle(lease)
     return True
 
 
@@ -191,7 +191,7 @@ def resume_lease(memory: RankMemory, session_id: str, num_tokens: int) -> KVLeas
             f"{idle!r} cannot go on from its first {num_tokens} tokens: the tree owns more of it, "
             "or a window has passed them"
         )
-    lease = memory.sessions.lend(session_id)
+    lease = memory.sessions.check_out(session_id)
     memory.unpark(lease)
     go_back(memory, lease, length)
     _cut(memory, lease, length)
@@ -271,7 +271,7 @@ def roll_back_lease(memory: RankMemory, session_id: str, num_tokens: int) -> Non
             memory.session_held[pool] -= num_freed
 
 
-def let_go_windows(
+def free_passed_window_pages(
     tables: RowTables, memories: Sequence[RankMemory], rows: RowIndex, lens: Int32Array
 ) -> None:
     """Free window pages that no later query of `rows` reads.

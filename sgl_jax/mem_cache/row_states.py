@@ -89,7 +89,7 @@ def take_snapshot_slot(memory: RankRecords, row: int, length: int) -> int:
     return int(slots[0])
 
 
-def let_go_snapshots(memory: RankRecords, row: int, certain_len: int) -> None:
+def free_passed_snapshots(memory: RankRecords, row: int, certain_len: int) -> None:
     """Release the snapshots of `row` before its last snapshot within `certain_len` tokens.
 
     The row's snapshots are freed, except at multiples of the snapshot interval, which will be

@@ -1,7 +1,7 @@
 """The leases that streaming sessions keep between their turns, on one rank.
 
 While a turn runs, its request holds the lease, and only the loan is recorded here. At the end of
-the turn the session takes the lease back (`take_over`, called by `release_kv_cache`), including
+the turn the session takes the lease back (`check_in`, called by `release_kv_cache`), including
 row, pages and locks. So the next turn starts at the end of the last one.
 
 This file owns the map from sessions to leases, and the order of their last use. It never frees a
@@ -63,7 +63,7 @@ class SessionLeases:
             raise LeaseError(f"{lease!r} is that of session {self._lent[lease.row]!r} already")
         self._lend(session_id, lease)
 
-    def lend(self, session_id: str) -> KVLease:
+    def check_out(self, session_id: str) -> KVLease:
         """Start the next turn: make its request the holder of the session's lease. Raise
         `LeaseError` if the session is not idle here."""
         if session_id not in self._idle:
@@ -77,7 +77,7 @@ class SessionLeases:
         after a retract or an error, or if the session was closed in the meantime."""
         self._take_back(lease)
 
-    def take_over(self, lease: KVLease, num_tokens: int) -> None:
+    def check_in(self, lease: KVLease, num_tokens: int) -> None:
         """Keep a finished turn's lease for the session, with its first `num_tokens` tokens. Raise
         `LeaseError` if no session lends it."""
         session_id = self._take_back(lease)

@@ -19,9 +19,9 @@ from sgl_jax.core.request_limits import check_between
 from sgl_jax.core.step_plan import BoolArray, Int32Array
 from sgl_jax.mem_cache.dump import namespace_hash
 from sgl_jax.mem_cache.errors import LedgerError
-from sgl_jax.mem_cache.host.host_blocks import HostBlocks
 from sgl_jax.mem_cache.ledger import find_imbalance
 from sgl_jax.mem_cache.ledger_walk import find_defects
+from sgl_jax.mem_cache.offload.cpu_pool import CpuPool
 from sgl_jax.mem_cache.pages.page_allocator import (
     TREE,
     PageAllocator,
@@ -189,7 +189,7 @@ def _codes(allocator: PageAllocator, num_locks: Int32Array) -> bytes:
     return codes.tobytes()
 
 
-def _block_codes(blocks: HostBlocks) -> list[bytes]:
+def _block_codes(blocks: CpuPool) -> list[bytes]:
     """Return the codes of the first `MAX_BLOCKS` pages of each pool in CPU memory."""
     most = MAX_BLOCKS * np.dtype(np.int32).itemsize
     return [
@@ -360,7 +360,7 @@ def _runs(is_set: BoolArray) -> list[list[int]]:
     return [[first, end - first] for first, end in zip(firsts, ends, strict=True)]
 
 
-def _describe_block(blocks: HostBlocks, pool: int, block: int) -> PageDescription:
+def _describe_block(blocks: CpuPool, pool: int, block: int) -> PageDescription:
     """Return the description of a page in CPU memory, without its tree."""
     allocator = blocks.allocators[pool]
     check_between("page", block, 0, allocator.num_pages - 1)

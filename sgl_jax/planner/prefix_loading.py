@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from sgl_jax.executor.engine_config import EngineConfig
-from sgl_jax.mem_cache.host.load_prices import load_s
 from sgl_jax.mem_cache.lease import num_pages_read
+from sgl_jax.mem_cache.offload.load_prices import load_s
 from sgl_jax.planner.arguments import PlanRequest
 
 _SHOWN_TOKENS = (1024, 8192, 32768)

@@ -137,7 +137,7 @@ def _output(
         finish=finish,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
-        prompt_tokens=request.tell_prompt_len(),
+        prompt_tokens=request.pop_prompt_len(),
     )
 
 

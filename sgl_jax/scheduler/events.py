@@ -38,7 +38,7 @@ from sgl_jax.core.step_plan import (
     StepPlan,
 )
 from sgl_jax.core.transfers import StoreTransfer, TransferEnd, Transfers
-from sgl_jax.mem_cache.host.saved_prefixes import SavedPrefix
+from sgl_jax.mem_cache.offload.saved_prefixes import SavedPrefix
 from sgl_jax.sessions.saving import SavedSession
 from sgl_jax.sessions.streaming import EndedTurn
 from sgl_jax.sessions.tree import SavedNode

@@ -5,7 +5,7 @@ import numpy as np
 from sgl_jax.core.step_plan import Int32Array, RowIndex, StepPlan
 from sgl_jax.mem_cache.pages.req_to_token_pool import NO_STATE
 from sgl_jax.mem_cache.release import publish_prefix
-from sgl_jax.mem_cache.row_states import let_go_snapshots
+from sgl_jax.mem_cache.row_states import free_passed_snapshots
 from sgl_jax.scheduler.launched_rows import Records
 from sgl_jax.scheduler.ranks import Ranks
 
@@ -26,7 +26,7 @@ def keep_up_with_rows(ranks: Ranks, rows: RowIndex, lens: Int32Array) -> None:
     crossed = zip(rows[has_crossed].tolist(), lens[has_crossed].tolist(), strict=True)
     for joint_row, length in crossed:
         rank, row = ranks.locate(joint_row)
-        let_go_snapshots(rank.memory, row, length)
+        free_passed_snapshots(rank.memory, row, length)
 
 
 def record_starts(ranks: Ranks, plan: StepPlan, launched: Records, tokens: Int32Array) -> None:

@@ -398,7 +398,7 @@ def _last_output(request: Request, finish: FinishReason) -> RequestOutput:
         cached_tokens=request.cached_tokens,
         dp_rank=request.dp_rank or 0,
         finish=finish,
-        prompt_tokens=request.tell_prompt_len(),
+        prompt_tokens=request.pop_prompt_len(),
     )
 
 

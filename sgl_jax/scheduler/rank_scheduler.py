@@ -30,7 +30,7 @@ from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
 from sgl_jax.scheduler.departed import Departed
 from sgl_jax.scheduler.draft_policy import start_drafting
 from sgl_jax.scheduler.forecast.output_lengths import OutputLengths
-from sgl_jax.scheduler.rank_host import RankHost
+from sgl_jax.scheduler.rank_offload import RankOffload
 from sgl_jax.scheduler.request import Request, RequestState
 from sgl_jax.scheduler.running_rows import RowColumns, RunningRows
 
@@ -58,7 +58,7 @@ class RankScheduler:
             eviction_policy=args.radix_eviction_policy,
             tables=tables,
         )
-        self.host = RankHost(self.memory, args)
+        self.host = RankOffload(self.memory, args)
         self.running = RunningRows(columns)
         self._output_lengths = output_lengths
         self.on_retract: Callable[[Request], None] | None = None

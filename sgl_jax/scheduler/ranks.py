@@ -144,7 +144,7 @@ class Ranks:
         - session_pages: pages held only by idle sessions, including the tree's.
         - forecast_pages: pages by which running requests are forecast to grow, at the peak.
         - most_growth_pages: upper bound on pages that running requests may still take.
-        - host_pools: `HostPoolView` of each pool, if the host memory holds prefixes.
+        - host_pools: `CpuPoolView` of each pool, if the host memory holds prefixes.
         - host_copies_waiting: prefixes that wait to be copied to host memory.
         - counters: counts of this rank.
         """

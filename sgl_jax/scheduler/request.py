@@ -125,7 +125,7 @@ class Request:
     def has_started(self) -> bool:
         return self.state is RequestState.RUNNING or self.num_retractions > 0
 
-    def tell_prompt_len(self) -> int | None:
+    def pop_prompt_len(self) -> int | None:
         """Return the prompt length of a session's turn, for its first output; None afterwards."""
         if self.is_prompt_told:
             return None

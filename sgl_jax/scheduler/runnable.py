@@ -12,7 +12,7 @@ import numpy as np
 from sgl_jax.core.compiled import compiled
 from sgl_jax.core.step_plan import Int32Array, IntpArray, RowIndex
 from sgl_jax.mem_cache.pages.req_to_token_pool import RowTables
-from sgl_jax.mem_cache.release import let_go_windows
+from sgl_jax.mem_cache.release import free_passed_window_pages
 from sgl_jax.mem_cache.row_growth import grow_rows
 from sgl_jax.scheduler.kept_states import keep_up_with_rows
 from sgl_jax.scheduler.launched_rows import ROW, Records
@@ -36,7 +36,7 @@ def choose_runnable(ranks: Ranks) -> list[Runnable]:
     rows, bounds = ranks.active()
     if ranks.has_windows:
         lens = np.minimum(tables.kv_committed_len[rows], running.known_len[rows])
-        let_go_windows(tables, ranks.memories, rows, lens)
+        free_passed_window_pages(tables, ranks.memories, rows, lens)
         if ranks.has_states:
             keep_up_with_rows(ranks, rows, lens)
     decoding, decode_bounds, prefilling, prefill_bounds = _find_needs(

@@ -26,8 +26,8 @@ from sgl_jax.core.messages import (
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import Int32Array, StepPlan
 from sgl_jax.core.transfers import Transfers
-from sgl_jax.mem_cache.host.saved_prefixes import SavedTree
 from sgl_jax.mem_cache.memory_view import MemoryView
+from sgl_jax.mem_cache.offload.saved_prefixes import SavedTree
 from sgl_jax.scheduler.admission.admission import Admission
 from sgl_jax.scheduler.apply_result import apply_result
 from sgl_jax.scheduler.events import (
@@ -62,7 +62,7 @@ from sgl_jax.scheduler.gained_outputs import GainedOutputs
 from sgl_jax.scheduler.launched_rows import LaunchedRows
 from sgl_jax.scheduler.live_requests import LiveRequests
 from sgl_jax.scheduler.non_finite import NonFiniteRows
-from sgl_jax.scheduler.rank_host import RankHost
+from sgl_jax.scheduler.rank_offload import RankOffload
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request, RequestState
 from sgl_jax.scheduler.runnable import choose_runnable
@@ -265,7 +265,7 @@ class Scheduler:
         best.host.search_store(request, num_ahead)
         self._waiting.note_event(rid)
 
-    def _release(self, host: RankHost) -> None:
+    def _release(self, host: RankOffload) -> None:
         """Recheck requests after a pending lookup or load of their prefix ended."""
         for rid in host.take_released():
             self._waiting.note_event(rid)

@@ -218,7 +218,7 @@ class LookbackMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.nodes)
     @rule(data=st.data())
-    def let_go_early(self, data: st.DataObject) -> None:
+    def free_early(self, data: st.DataObject) -> None:
         i = data.draw(st.integers(0, len(self.nodes) - 1))
         group = data.draw(st.integers(0, len(self.groups) - 1))
         end = len(self.model.locks[i].prefix) // self.page_size

@@ -11,15 +11,15 @@ from sgl_jax.mem_cache.pages.req_to_token_pool import NO_STATE
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import (
     adopt_prefix,
+    free_passed_window_pages,
     free_tail,
-    let_go_windows,
     release_idle_lease,
     resume_lease,
     roll_back_lease,
 )
 from sgl_jax.mem_cache.row_states import (
     NULL_SLOT,
-    let_go_snapshots,
+    free_passed_snapshots,
     resumable_len,
     state_source,
     take_snapshot_slot,
@@ -115,7 +115,7 @@ def test_without_recurrent_layers_all_that_is_committed_can_be_gone_on_with() ->
     memory.commit_rows(np.array([lease.row]), np.array([10]))
     assert [resumable_len(memory, lease, length) for length in (0, 7, 12)] == [0, 7, 10]
     with pytest.raises(LeaseError, match="no recurrent layers"):
-        let_go_snapshots(memory, lease.row, 8)
+        free_passed_snapshots(memory, lease.row, 8)
 
 
 def test_states_have_a_pool_of_their_own() -> None:
@@ -402,12 +402,12 @@ def test_a_row_lets_go_of_snapshots_before_its_last_certain_one() -> None:
     device.prefill(request, 13, keep=(4,))
     device.publish(request)
     device.prefill(request, 36, keep=(16, 20, 28, 36))
-    let_go_snapshots(device.memory, 1, 19)
+    free_passed_snapshots(device.memory, 1, 19)
     assert listed(device.memory, 1) == [16, 20, 28, 36]
-    let_go_snapshots(device.memory, 1, 28)
+    free_passed_snapshots(device.memory, 1, 28)
     assert listed(device.memory, 1) == [16, 28, 36]
     device.check(num_running=1)
-    let_go_snapshots(device.memory, 1, 36)
+    free_passed_snapshots(device.memory, 1, 36)
     assert listed(device.memory, 1) == [16, 36]
     assert snapshots(device.memory) == (17, 2, 1)
     device.end(request)
@@ -422,9 +422,9 @@ def test_a_row_unlocks_the_trees_snapshot_when_it_has_a_certain_one() -> None:
     device.publish(request)
     assert device.memory.cache.num_protected[POOL] == 1
     device.prefill(request, 20, keep=(20,))
-    let_go_snapshots(device.memory, 1, 19)
+    free_passed_snapshots(device.memory, 1, 19)
     assert device.memory.cache.num_protected[POOL] == 1
-    let_go_snapshots(device.memory, 1, 20)
+    free_passed_snapshots(device.memory, 1, 20)
     assert device.memory.cache.num_protected[POOL] == 0
     assert device.memory.locked[POOL].num_locked == 0
     device.check(num_running=1)
@@ -437,7 +437,7 @@ def test_a_row_that_begins_again_keeps_states_before_those_that_it_let_go_of() -
     request = device.open(numbers())
     device.memory.sessions.bind("s", request.lease)
     device.prefill(request, 20, keep=(12, 20))
-    let_go_snapshots(device.memory, 1, 20)
+    free_passed_snapshots(device.memory, 1, 20)
     device.end(request, 20)
     second = resume(device, request, 7)
     assert second.lease.kv_committed_len == 0
@@ -451,7 +451,7 @@ def test_windows_pass_and_snapshots_stay() -> None:
     device = Device(memory)
     request = device.open(numbers())
     device.prefill(request, 24, keep=(8, 16))
-    let_go_windows(memory.rows, [memory], np.array([1]), np.array([24]))
+    free_passed_window_pages(memory.rows, [memory], np.array([1]), np.array([24]))
     assert listed(memory, 1) == [8, 16]
     assert memory.rows.first_pages[:, 1].tolist() == [0, 5, 0]
     assert memory.pages_to_grow(np.array([1]), np.array([28])).tolist() == [2]

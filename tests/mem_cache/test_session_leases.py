@@ -43,29 +43,29 @@ def test_a_lease_goes_from_the_turn_to_the_session_and_back() -> None:
     assert (sessions.num_idle, sessions.idle_lease("s"), sessions.oldest_idle()) == (0, None, None)
     assert list(sessions.lent()) == [("s", lease.row)]
     assert sessions.lends(lease)
-    sessions.take_over(lease, 3)
+    sessions.check_in(lease, 3)
     assert not sessions.lends(lease)
     assert sessions.holds("s")
     assert sessions.idle_lease("s") is lease
     assert (sessions.num_idle, list(sessions.lent())) == (1, [])
-    assert sessions.lend("s") is lease
+    assert sessions.check_out("s") is lease
     assert (sessions.num_idle, list(sessions.lent())) == (0, [("s", lease.row)])
     sessions.unbind(lease)
     sessions.unbind(lease)
     assert not sessions.holds("s")
     with pytest.raises(LeaseError, match="is no session's to keep"):
-        sessions.take_over(lease, 3)
+        sessions.check_in(lease, 3)
 
 
 def test_who_takes_a_lease_over_keeps_the_tokens_it_knows_and_drops_unread_results() -> None:
     sessions, (lease,) = make_leases(1)
     sessions.bind("s", lease)
     epoch = int(lease._rows.epoch[lease.row])
-    sessions.take_over(lease, 3)
+    sessions.check_in(lease, 3)
     assert (lease.kv_committed_len, lease.kv_allocated_len) == (3, 8)
     assert lease._rows.epoch[lease.row] == epoch + 1
-    sessions.lend("s")
-    sessions.take_over(lease, 7)
+    sessions.check_out("s")
+    sessions.check_in(lease, 7)
     assert lease.kv_committed_len == 3
 
 
@@ -74,11 +74,11 @@ def test_the_idle_session_used_longest_ago_comes_first() -> None:
     for session_id, lease in zip("abc", leases, strict=True):
         sessions.bind(session_id, lease)
     for lease in (leases[1], leases[2], leases[0]):
-        sessions.take_over(lease, 5)
+        sessions.check_in(lease, 5)
     assert [each for each, _ in sessions.idle()] == ["b", "c", "a"]
-    sessions.lend("b")
+    sessions.check_out("b")
     assert sessions.oldest_idle() == "c"
-    sessions.take_over(leases[1], 5)
+    sessions.check_in(leases[1], 5)
     assert [each for each, _ in sessions.idle()] == ["c", "a", "b"]
     assert sessions.remove("c") is leases[2]
     assert sessions.remove("c") is None
@@ -93,8 +93,8 @@ def test_a_session_has_one_lease_and_a_lease_one_session() -> None:
     with pytest.raises(LeaseError, match="is that of session 's' already"):
         sessions.bind("t", first)
     with pytest.raises(LeaseError, match="'s' has no lease to lend"):
-        sessions.lend("s")
-    sessions.take_over(first, 5)
+        sessions.check_out("s")
+    sessions.check_in(first, 5)
     with pytest.raises(LeaseError, match="'s' has a lease already"):
         sessions.bind("s", second)
     third.released = True

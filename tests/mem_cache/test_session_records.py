@@ -87,7 +87,7 @@ def forget_that_a_session_is_idle(memory: RankMemory) -> None:
 
 
 def park_what_a_request_has_locked(memory: RankMemory) -> None:
-    memory.locked[0].park(memory.rows.pages[2, 0, :1])
+    memory.locked[0].mark_idle(memory.rows.pages[2, 0, :1])
 
 
 def lock_anew_what_idle_sessions_have_locked(memory: RankMemory) -> None:

@@ -10,13 +10,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from sgl_jax.mem_cache.ledger import check_balance
 from sgl_jax.mem_cache.release import (
     adopt_prefix,
-    let_go_windows,
+    free_passed_window_pages,
     release_idle_lease,
     resume_lease,
     roll_back_lease,
 )
 from sgl_jax.mem_cache.row_states import (
-    let_go_snapshots,
+    free_passed_snapshots,
     resumable_len,
     state_source,
 )
@@ -91,7 +91,9 @@ class StateLeaseMachine(RuleBasedStateMachine):
 
     def pass_windows(self, request: Request) -> None:
         row, length = request.lease.row, request.lease.kv_committed_len
-        let_go_windows(self.memory.rows, [self.memory], np.array([row]), np.array([length]))
+        free_passed_window_pages(
+            self.memory.rows, [self.memory], np.array([row]), np.array([length])
+        )
 
     def decode(self, request: Request, rng: random.Random) -> None:
         num_accepted = rng.randint(0, self.num_drafts)
@@ -120,7 +122,7 @@ class StateLeaseMachine(RuleBasedStateMachine):
     def let_go(self, request: Request, certain_len: int) -> None:
         certain_len = min(certain_len, request.lease.kv_committed_len)
         before = self.listed(request)
-        let_go_snapshots(self.memory, request.lease.row, certain_len)
+        free_passed_snapshots(self.memory, request.lease.row, certain_len)
         after = self.listed(request)
         last = max((length for length in before if length <= certain_len), default=0)
         interval = self.device.sizes.snapshot_interval

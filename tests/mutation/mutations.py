@@ -36,7 +36,7 @@ _ORDER = "sgl_jax/mem_cache/tree/window_order.py"
 _STATES = "sgl_jax/mem_cache/row_states.py"
 _RESUMABLE = "sgl_jax/mem_cache/tree/resumable.py"
 _LOCKED = "sgl_jax/mem_cache/pages/locked_pages.py"
-_RANK_HOST = "sgl_jax/scheduler/rank_host.py"
+_RANK_HOST = "sgl_jax/scheduler/rank_offload.py"
 _RANK = "sgl_jax/scheduler/rank_scheduler.py"
 _PLANNER = "sgl_jax/scheduler/step_builder.py"
 _BUILDER = "sgl_jax/scheduler/step_arrays.py"
@@ -61,10 +61,10 @@ _ARGS = "sgl_jax/core/scheduler_args.py"
 _ADMISSION = "sgl_jax/scheduler/admission/admission.py"
 _ROOM = "sgl_jax/scheduler/admission/step_room.py"
 _IN_FLIGHT = "sgl_jax/scheduler/admission/in_flight.py"
-_BLOCKS = "sgl_jax/mem_cache/host/host_blocks.py"
-_TIER = "sgl_jax/mem_cache/host/host_tier.py"
-_STORE = "sgl_jax/mem_cache/host/store_tier.py"
-_HOST_LEDGER = "sgl_jax/mem_cache/host/host_ledger.py"
+_BLOCKS = "sgl_jax/mem_cache/offload/cpu_pool.py"
+_TIER = "sgl_jax/mem_cache/offload/cpu_tier.py"
+_STORE = "sgl_jax/mem_cache/offload/remote_tier.py"
+_HOST_LEDGER = "sgl_jax/mem_cache/offload/cpu_ledger.py"
 _COLUMNS = "sgl_jax/scheduler/waiting/waiting_columns.py"
 _QUEUE = "sgl_jax/scheduler/waiting/waiting_queue.py"
 _CANDIDATES = "sgl_jax/scheduler/waiting/candidate_order.py"
@@ -75,7 +75,7 @@ _LENGTHS = "sgl_jax/scheduler/forecast/output_lengths.py"
 _PREEMPTION = "sgl_jax/scheduler/preemption.py"
 _CURSOR = "sgl_jax/mem_cache/tree/prefix_cursor.py"
 _CURSORS = "sgl_jax/mem_cache/tree/cursor_index.py"
-_STOPS = "sgl_jax/mem_cache/tree/cursor_stops.py"
+_STOPS = "sgl_jax/mem_cache/tree/cursor_positions.py"
 _GROWTH = "sgl_jax/mem_cache/row_growth.py"
 _SIZES = "sgl_jax/core/engine_sizes.py"
 _READER = "sgl_jax/memory_view/reader.py"
@@ -833,13 +833,14 @@ MUTATIONS = (
     Mutation(
         "keep the tail of a turn that has ended",
         _RELEASE,
-        "    _cut(memory, lease, length)\n    let_go_windows(",
-        "    let_go_windows(",
+        "    _cut(memory, lease, length)\n    free_passed_window_pages(",
+        "    free_passed_window_pages(",
     ),
     Mutation(
         "let an idle session hold what its windows have passed",
         _RELEASE,
-        "    let_go_windows(memory.rows, [memory], np.array([lease.row]), np.array([length]))\n",
+        "    free_passed_window_pages("
+        "memory.rows, [memory], np.array([lease.row]), np.array([length]))\n",
         "",
     ),
     Mutation(
@@ -3050,7 +3051,7 @@ MUTATIONS = (
     ),
     Mutation(
         "view: show no lock of a prefix that a copy continues",
-        "sgl_jax/mem_cache/host/host_blocks.py",
+        "sgl_jax/mem_cache/offload/cpu_pool.py",
         "(*self.leaving.values(), *(copy.node for copy in self.copies.values()))",
         "tuple(self.leaving.values())",
     ),
@@ -3251,7 +3252,8 @@ MUTATIONS = (
     Mutation(
         "host: keep windows' locks before a fetched window",
         _TIER,
-        "        let_go_windows(memory.rows, [memory], np.array([row]), np.array([length]))\n"
+        "        free_passed_window_pages("
+        "memory.rows, [memory], np.array([row]), np.array([length]))\n"
         "        return pages",
         "        return pages",
     ),
@@ -3377,19 +3379,19 @@ MUTATIONS = (
     ),
     Mutation(
         "store: keys without a namespace",
-        "sgl_jax/mem_cache/host/content_keys.py",
+        "sgl_jax/mem_cache/offload/content_keys.py",
         "hashlib.blake2b(namespace.encode(), digest_size",
         "hashlib.blake2b(digest_size",
     ),
     Mutation(
         "store: keys of a page alone",
-        "sgl_jax/mem_cache/host/content_keys.py",
+        "sgl_jax/mem_cache/offload/content_keys.py",
         "        chained = hashlib.blake2b(page, key=chained, digest",
         "        chained = hashlib.blake2b(page, digest",
     ),
     Mutation(
         "store: one key for all groups",
-        "sgl_jax/mem_cache/host/content_keys.py",
+        "sgl_jax/mem_cache/offload/content_keys.py",
         "np.arange(self._num_groups)[:, None]",
         "0",
     ),
@@ -3401,7 +3403,7 @@ MUTATIONS = (
     ),
     Mutation(
         "store: start before the prefix has arrived",
-        "sgl_jax/scheduler/rank_host.py",
+        "sgl_jax/scheduler/rank_offload.py",
         "        return request.rid in self.store.awaited\n",
         "        return False\n",
     ),

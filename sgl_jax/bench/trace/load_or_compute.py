@@ -12,9 +12,9 @@ from typing import NamedTuple
 from sgl_jax.bench.trace.host_link import HostLink
 from sgl_jax.bench.trace.step_time import RankLoad, StepSeconds
 from sgl_jax.core.engine_sizes import EngineSizes
-from sgl_jax.mem_cache.host.host_tier import HostTier
-from sgl_jax.mem_cache.host.load_prices import PrefixElsewhere
 from sgl_jax.mem_cache.lease import num_pages_read
+from sgl_jax.mem_cache.offload.cpu_tier import CpuTier
+from sgl_jax.mem_cache.offload.load_prices import PrefixElsewhere
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 
 
@@ -55,7 +55,7 @@ class LoadChoices:
         assert tier is not None
         tier.prices.chooses = partial(self._choose, rank, tier)
 
-    def _choose(self, rank: RankScheduler, tier: HostTier, prefix: PrefixElsewhere) -> bool:
+    def _choose(self, rank: RankScheduler, tier: CpuTier, prefix: PrefixElsewhere) -> bool:
         loads = tier.prices.is_sooner(prefix)
         own, now_s, link = self._num_blocks(prefix.num_tokens), self._clock(), self._link
         moves = [[len(listed) for listed in move.pages] for move in tier.waiting_fetches]

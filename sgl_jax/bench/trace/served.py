@@ -24,7 +24,7 @@ from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import StepHandle, StepPlan
-from sgl_jax.engine.loop.host_transfers import PrefillMeter
+from sgl_jax.engine.loop.offload_transfers import PrefillMeter
 from sgl_jax.scheduler.events import (
     PlanStep,
     PrefillRate,

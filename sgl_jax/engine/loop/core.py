@@ -41,9 +41,9 @@ from sgl_jax.core.step_plan import StepHandle, StepPlan
 from sgl_jax.engine.channels import Channel
 from sgl_jax.engine.loop.background_audit import BackgroundAudit
 from sgl_jax.engine.loop.controls import CallUndo, Controls, answer, refusal
-from sgl_jax.engine.loop.host_transfers import HostTransfers
 from sgl_jax.engine.loop.kv_events import KVEventsConfig, open_kv_events
 from sgl_jax.engine.loop.memory_defect import DefectRecord
+from sgl_jax.engine.loop.offload_transfers import OffloadTransfers
 from sgl_jax.engine.loop.pending_flushes import PendingFlushes
 from sgl_jax.engine.loop.request_grammars import RequestGrammars, step_masks
 from sgl_jax.engine.loop.request_stamps import RequestStamps
@@ -133,10 +133,10 @@ class EngineCore:
         self._stamps = RequestStamps(self.scheduler.ranks, has_marks=args.enable_trace)
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
         self._depth = 0 if args.disable_overlap_schedule else 1
-        self._transfers: HostTransfers | None = None
+        self._transfers: OffloadTransfers | None = None
         if sizes.host_blocks:
             timeout_s = args.store_timeout_s
-            self._transfers = HostTransfers(self.scheduler, self.executor, timeout_s)
+            self._transfers = OffloadTransfers(self.scheduler, self.executor, timeout_s)
         self._saver: CacheSaver | None = None
         if args.restore_cache is not None and self._transfers is not None:
             keys = self.executor.store_fingerprint
@@ -276,7 +276,7 @@ class EngineCore:
             self._is_audited = False
 
     def _transfer(self, run: Callable[[], None]) -> None:
-        """Run a method of `HostTransfers`, and recover from an error of the device."""
+        """Run a method of `OffloadTransfers`, and recover from an error of the device."""
         try:
             run()
         except MemoryDefectError:

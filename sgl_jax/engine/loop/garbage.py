@@ -19,7 +19,7 @@ _MANY_UNDER_LOAD = 1_000_000
 _MANY_OF_ANSWERS = 50_000
 
 
-def take_over_collection() -> None:
+def schedule_collection() -> None:
     """Disable automatic collection, so that only `collect_if_many` collects.
 
     Existing objects are exempt from collection and stay until the process ends.

@@ -22,8 +22,8 @@ from sgl_jax.core.array_codec import make_decoder, make_encoder
 from sgl_jax.core.daemon_thread import DaemonThread
 from sgl_jax.core.private_files import make_private_folder
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.engine.loop.host_transfers import HostTransfers
-from sgl_jax.mem_cache.host.saved_prefixes import SavedTree, saved_prefixes
+from sgl_jax.engine.loop.offload_transfers import OffloadTransfers
+from sgl_jax.mem_cache.offload.saved_prefixes import SavedTree, saved_prefixes
 from sgl_jax.scheduler.events import RestoreCache
 from sgl_jax.scheduler.scheduler import Scheduler
 from sgl_jax.sessions.saving import SavedSession
@@ -123,7 +123,7 @@ class CacheSaver:
         args: ServerArgs,
         fingerprint: Callable[[], str],
         scheduler: Scheduler,
-        transfers: HostTransfers,
+        transfers: OffloadTransfers,
     ) -> None:
         """Create the saver; `fingerprint` returns the fingerprint of the served weights."""
         assert args.restore_cache is not None, "else nothing is saved"

@@ -101,9 +101,9 @@ class AdaptivePolicy(EvictionPolicy):
 
     def _first(self, queues: list[EvictionQueue[TreeNode]], now: int) -> TreeNode | None:
         leaves = [leaf for queue in queues if (leaf := queue.oldest()) is not None]
-        if self._shadows.favourite == ADAPTIVE:
+        if self._shadows.leading_policy == ADAPTIVE:
             return self._lowest_rate(leaves, now)
-        if self._shadows.favourite == LRU:
+        if self._shadows.leading_policy == LRU:
             return min(leaves, key=lambda leaf: (leaf.last_access, leaf.node_id), default=None)
         return leaves[0] if leaves else None
 

@@ -2,8 +2,8 @@
 
 A shadow sees all requests. It has the size of the real cache or, if that is large, of a sample:
 only pages with a hash that ends in zeros, in a proportionally smaller cache (Waldspurger et al.
-2015). The shadow with the most hits over the last few turnovers becomes the `favourite`, once it
-leads clearly.
+2015). The shadow with the most hits over the last few turnovers becomes the `leading_policy`, once
+it leads clearly.
 
 - `ADAPTIVE`: the order of `adaptive_policy.py`, with separate counts and ghosts.
 - `LRU`: least recently used first.
@@ -38,11 +38,11 @@ _NO_HASHES = np.zeros(0, np.int64)
 class ShadowCaches:
     """Shadows of a cache with `num_pages` pages.
 
-    `favourite`, one of `ADAPTIVE`, `LRU` and `LFU`, is the order with the most hits. `has_changed`
-    becomes True at its first change: until then the cache follows its adaptive order.
+    `leading_policy`, one of `ADAPTIVE`, `LRU` and `LFU`, is the order with the most hits.
+    `has_changed` becomes True at its first change: until then the cache follows its adaptive order.
     """
 
-    favourite: int
+    leading_policy: int
     has_changed: bool
 
     def __init__(self, num_pages: int) -> None:
@@ -74,11 +74,11 @@ class ShadowCaches:
         state.queues, state.counts = NONE, 1.0
         state.num_pages = state.hits = 0
         state.free = state.num_left = state.num_seen = state.num_paths = 0
-        state.favourite = state.num_changes = 0
+        state.leading_policy = state.num_changes = 0
         pages["num_uses"] = pages["bucket"] = pages["ghost"] = NONE
         pages["next"] = np.arange(1, len(pages) + 1)
         pages["next"][-1] = NONE
-        self.favourite, self.has_changed = ADAPTIVE, False
+        self.leading_policy, self.has_changed = ADAPTIVE, False
 
     @property
     def is_due(self) -> bool:
@@ -112,15 +112,15 @@ class ShadowCaches:
         gone = read_paths(hashes, ends, times, self._mask, self._pages, self._states)
         if self._states["num_changes"][0] == num_changes:
             return gone
-        self.favourite, self.has_changed = int(self._states["favourite"][0]), True
+        self.leading_policy, self.has_changed = int(self._states["leading_policy"][0]), True
         return None
 
     def num_uses(self, page_hash: int) -> int | None:
         """Return the favourite's count; None if the page is absent or outside the sample."""
-        num_uses = num_uses_of(page_hash, self.favourite, self._pages, self._states)
+        num_uses = num_uses_of(page_hash, self.leading_policy, self._pages, self._states)
         return None if num_uses == NONE else num_uses
 
     def num_used_more(self, hashes: UInt64Array, num_uses: int) -> int:
         """Count the pages up to the last page with more than `num_uses` uses in the favourite."""
         of_path = hashes.view(np.int64)
-        return int(num_used_more(of_path, num_uses, self.favourite, self._pages, self._states))
+        return int(num_used_more(of_path, num_uses, self.leading_policy, self._pages, self._states))

@@ -45,7 +45,7 @@ _STATE_FIELDS = [
     ("free", np.int64),  # the first free page
     ("num_left", np.int64),  # pages evicted from the adaptive shadow
     ("num_seen", np.int64),  # pages since hits were halved
-    *(("num_paths", np.int64), ("favourite", np.int64), ("num_changes", np.int64)),
+    *(("num_paths", np.int64), ("leading_policy", np.int64), ("num_changes", np.int64)),
 ]
 PAGE, STATE = np.dtype((np.record, _PAGE_FIELDS)), np.dtype((np.record, _STATE_FIELDS))
 Record: TypeAlias = Any
@@ -206,13 +206,13 @@ def _make_room(shadow: int, now: int, pages: Records, state: Record) -> int:
 @_compiled("(state,)")
 def _choose(state: Record) -> None:
     """Change the favourite if another order leads clearly; halve the hits after some turnovers."""
-    best = state.favourite
+    best = state.leading_policy
     for shadow in range(3):
         if state.hits[shadow] > state.hits[best]:
             best = shadow
-    lead = state.hits[best] - state.hits[state.favourite]
+    lead = state.hits[best] - state.hits[state.leading_policy]
     if lead > state.size * min(_MOST_LEAD, _FIRST_LEAD * _GROWTH**state.num_changes):
-        state.favourite = best
+        state.leading_policy = best
         state.num_changes += 1
     if state.num_seen >= HALVED_AFTER * state.size:
         state.num_seen = 0
@@ -313,7 +313,7 @@ def read_paths(
         read, last_uses = read[:num_read], last_uses[:num_read]
         for shadow in range(3):
             gone = _read(shadow, read, last_uses, now, pages, state)
-            if shadow == state.favourite:
+            if shadow == state.leading_policy:
                 left[num_left : num_left + len(gone)] = gone
                 num_left += len(gone)
         for page in read:

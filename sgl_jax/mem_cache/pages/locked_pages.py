@@ -36,7 +36,7 @@ class LockedPages:
         self.num_running -= num_last
         self.num_locked -= num_alone
 
-    def park(self, pages: Int32Array) -> None:
+    def mark_idle(self, pages: Int32Array) -> None:
         """Turn a lock of a running request into a lock of an idle session."""
         self.num_running -= _count_locks(pages, -1, self._running, self._idle)[0]
         self.num_idle += _count_locks(pages, 1, self._idle, self._running)[0]

@@ -16,7 +16,7 @@ from itertools import chain, islice
 
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.errors import LedgerError
-from sgl_jax.mem_cache.tree.cursor_stops import CursorStops
+from sgl_jax.mem_cache.tree.cursor_positions import CursorPositions
 from sgl_jax.mem_cache.tree.prefix_cursor import (
     LIVE,
     NO_CURSOR,
@@ -56,7 +56,7 @@ class CursorIndex:
         self._usable_len = usable_len
         self._watchers: dict[int, dict[int, PrefixCursor]] = {}  # by node id, by number
         self._unmeasured: dict[int, PrefixCursor] = {}  # their walks end elsewhere now
-        self._stops = CursorStops()
+        self._stops = CursorPositions()
         self.nodes = self._stops.nodes  # the nodes of live cursors, by place
         self.columns = CursorColumns()
         self._has_moved = False

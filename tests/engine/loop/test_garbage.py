@@ -36,7 +36,7 @@ def test_requests_and_turns_that_come_and_go_leave_no_cycles(
     for _ in range(10):
         load.fill_queue()
         load.step()
-    garbage.take_over_collection()
+    garbage.schedule_collection()
     for _ in range(30):
         load.fill_queue()
         load.step()
@@ -49,7 +49,7 @@ def test_cycles_are_collected_between_steps_when_there_are_many(
 ) -> None:
     monkeypatch.setattr(garbage, "_MANY_AT_REST", 2000)
     monkeypatch.setattr(garbage, "_MANY_UNDER_LOAD", 20_000)
-    garbage.take_over_collection()
+    garbage.schedule_collection()
     before = len(gc.get_objects())
     make_cycles(1000)
     assert not garbage.collect_if_many(True)

@@ -56,7 +56,7 @@ def test_a_leaf_keeps_what_the_favourite_has_or_has_used_more_often() -> None:
         shadows.use(np.array(pages, np.uint64), now)
         shadows.end_path()
     shadows.read()
-    shadows.favourite = LFU
+    shadows.leading_policy = LFU
     path = np.array([1, 2, 3, 4], np.uint64)
     assert [shadows.num_uses(page) for page in (1, 2, 3, 4)] == [2, 2, 0, None]
     assert [shadows.num_used_more(path, uses) for uses in (-1, 0, 2)] == [3, 2, 0]
@@ -71,4 +71,4 @@ def test_all_is_forgotten_and_pages_of_one_hash_are_one() -> None:
     assert shadows.num_uses(9) == 3
     shadows.clear()
     assert shadows.num_uses(9) is None
-    assert shadows.favourite == ADAPTIVE
+    assert shadows.leading_policy == ADAPTIVE

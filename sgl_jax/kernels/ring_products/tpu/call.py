@@ -18,7 +18,7 @@ _COLLECTIVE_IDS = {GATHER_NAME: 8, SCATTER_NAME: 9}
 
 
 def multiplied(x: jax.Array, values: jax.Array) -> jax.Array:
-    """x times a block of a matrix, both in 8 bits, or as numbers of x's type."""
+    """X times a block of a matrix, both in 8 bits, or as numbers of x's type."""
     return product(x, values if values.dtype == x.dtype else values.astype(x.dtype), (1, 0))
 
 

@@ -220,6 +220,6 @@ def _finish_sums(
 
 
 def _lane_sums(x: jax.Array) -> jax.Array:
-    """x [T, n * LANES] summed over n."""
+    """X [T, n * LANES] summed over n."""
     parts = [x[:, i : i + LANES] for i in range(0, x.shape[1], LANES)]
     return sum(parts[1:], parts[0])

@@ -25,7 +25,7 @@ from sgl_jax.mem_cache.tree.tree_component import LeaseOffer
 from sgl_jax.mem_cache.tree_node import TreeNode
 
 
-class HostCopy(NamedTuple):
+class CpuCopy(NamedTuple):
     """A prefix with an end in transit from the device or the store; its number owns the blocks."""
 
     tokens: Int32Array  # whole pages
@@ -36,7 +36,7 @@ class HostCopy(NamedTuple):
     is_wanted: bool = True  # False if the copy was given up
 
 
-class HostBlocks:
+class CpuPool:
     """The blocks of rank `dp_rank`, in pools with the sizes `sizes.host_blocks`.
 
     Attributes:
@@ -60,7 +60,7 @@ class HostBlocks:
         self.cache = RadixCache(
             sizes.groups, self.allocators, sizes.page_size, eviction_policy=eviction_policy
         )
-        self.copies: dict[int, HostCopy] = {}
+        self.copies: dict[int, CpuCopy] = {}
         self.leaving: dict[int, TreeNode] = {}
 
     def by_pool(self, values: Int32Array) -> tuple[Int32Array, ...]:
@@ -109,7 +109,7 @@ class HostBlocks:
         for allocator, numbers in zip(self.allocators, self.groups_of, strict=True):
             for group in numbers:
                 blocks[group, is_copied[group]] = allocator.alloc(counts[group], number)
-        self.copies[number] = HostCopy(tokens, namespace, node, num_before, blocks)
+        self.copies[number] = CpuCopy(tokens, namespace, node, num_before, blocks)
         return blocks
 
     def _make_room(self, counts: Sequence[int]) -> bool:

@@ -23,7 +23,7 @@ _GRACE_S = 0.5
 _POLL_S = 0.002
 
 
-class HostTransfers:
+class OffloadTransfers:
     """The transfers of an engine that keeps prefixes in CPU memory.
 
     It also reports the rates from which the scheduler decides between loading and computing: the

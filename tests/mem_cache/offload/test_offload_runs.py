@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from sgl_jax.core.cache_groups import FULL_ATTENTION, CacheGroup
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.core.transfers import TransferEnd
-from sgl_jax.mem_cache.host.host_ledger import audit_host, check_host_balance
-from sgl_jax.mem_cache.host.host_tier import HostTier
-from sgl_jax.mem_cache.host.saved_prefixes import save_tree, saved_prefixes
-from sgl_jax.mem_cache.host.store_tier import Waiter
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.ledger import audit, check_balance
+from sgl_jax.mem_cache.offload.cpu_ledger import audit_cpu_tier, check_cpu_balance
+from sgl_jax.mem_cache.offload.cpu_tier import CpuTier
+from sgl_jax.mem_cache.offload.remote_tier import Waiter
+from sgl_jax.mem_cache.offload.saved_prefixes import save_tree, saved_prefixes
 from sgl_jax.mem_cache.rank_memory import RankMemory
-from sgl_jax.mem_cache.release import let_go_windows, publish_prefix, release_kv_cache
+from sgl_jax.mem_cache.release import free_passed_window_pages, publish_prefix, release_kv_cache
 from sgl_jax.mem_cache.tree.radix_cache import RadixCache
 from tests.scheduler.driver import make_sizes
 from tests.support.host_oracle import HostOracle
@@ -59,7 +59,7 @@ class HostRun:
         )
         self.memory = RankMemory(0, sizes, eviction_policy=rng.choice(["lru", "adaptive"]))
         has_store = rng.random() < 0.7
-        self.tier = HostTier(self.memory, policy, "lru", loads_all=True, has_store=has_store)
+        self.tier = CpuTier(self.memory, policy, "lru", loads_all=True, has_store=has_store)
         self.pools = [np.zeros((pages, 1), np.uint64) for pages in sizes.pool_pages]
         self.oracle = HostOracle(sizes, [self.pools])
         self.oracle.rng = random.Random(seed + 1)
@@ -141,7 +141,7 @@ class HostRun:
             publish_prefix(memory, lease, held.tokens[:end])
         if not memory.lists_all:
             rows, ends = np.array([lease.row]), np.array([lease.kv_committed_len])
-            let_go_windows(memory.rows, [memory], rows, ends)
+            free_passed_window_pages(memory.rows, [memory], rows, ends)
 
     def end(self) -> None:
         """A request ends."""
@@ -209,7 +209,7 @@ class HostRun:
 
     def ended(self, end: TransferEnd) -> None:
         self.tier.ended(end)
-        check_host_balance(self.tier)
+        check_cpu_balance(self.tier)
 
     # -- the run ----------------------------------------------------------------------------
 
@@ -232,14 +232,14 @@ class HostRun:
             event()
             self.move()
             check_balance(self.memory, len(self.held) + len(self.tier.fetches))
-            check_host_balance(self.tier)
+            check_cpu_balance(self.tier)
             if number % 20 == 0:
                 self.check_all()
         self.rest()
 
     def check_all(self) -> None:
         audit(self.memory, len(self.held) + len(self.tier.fetches))
-        audit_host(self.tier)
+        audit_cpu_tier(self.tier)
         self.check_tree(self.memory.cache, self.pools)
         self.check_tree(self.tier.blocks.cache, self.oracle.blocks[0])
 

@@ -55,7 +55,7 @@ class _Piece(NamedTuple):
     values: Arrays  # [dp * piece pages, layers, ...]: each page is contiguous, as in its block
 
 
-class HostStore:
+class CpuBlocks:
     """The blocks on this host for the pools of a mesh.
 
     Args:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.step_plan import PageTransfer
 from sgl_jax.core.transfers import Transfers
-from sgl_jax.executor.host_store import _Pool
+from sgl_jax.executor.cpu_blocks import _Pool
 from sgl_jax.executor.model_executor import ModelExecutor
 
 HOST: dict[str, Any] = {"enable_hierarchical_cache": True, "hicache_ratio": 2.0}
@@ -21,8 +21,8 @@ HOST: dict[str, Any] = {"enable_hierarchical_cache": True, "hicache_ratio": 2.0}
 
 def test_both_rates_are_measured(make_executor: Callable[..., ModelExecutor]) -> None:
     executor = make_executor(**HOST)
-    assert executor._host_store is not None
-    executor._measure_rates(executor._host_store)
+    assert executor._cpu_blocks is not None
+    executor._measure_rates(executor._cpu_blocks)
     assert 0.0 < executor.fetch_rate < 1e12
     assert 0.0 < executor.prefill_rate < 1e12
     assert executor.ended_transfers() == []
@@ -34,13 +34,13 @@ def test_the_rate_of_the_store_is_measured(
     executor = make_executor(
         **HOST, hicache_storage_backend="file", hicache_storage_dir=str(tmp_path)
     )
-    assert executor._host_store is not None
-    assert 0.0 < executor._host_store.measure_store() < 1e12
+    assert executor._cpu_blocks is not None
+    assert 0.0 < executor._cpu_blocks.measure_store() < 1e12
     assert executor.ended_transfers() == []
-    behind = executor._host_store._behind
+    behind = executor._cpu_blocks._behind
     assert behind is not None
     behind._suspend("it hangs")
-    assert executor._host_store.measure_store() == 0.0, "it is left alone"
+    assert executor._cpu_blocks.measure_store() == 0.0, "it is left alone"
 
 
 @pytest.mark.long
@@ -54,8 +54,8 @@ def test_the_warm_up_measures_and_leaves_nothing(make_args: Callable[..., Server
     pages = (np.array([1, 2], np.int32),)
     move = PageTransfer(0, 1, pages, pages)
     executor.transfer(Transfers(fetches=(move,)))
-    assert executor._host_store is not None
-    executor._host_store.wait()
+    assert executor._cpu_blocks is not None
+    executor._cpu_blocks.wait()
     (end,) = executor.ended_transfers()
     assert (end.number, end.succeeded) == (1, True)
     executor.transfer(Transfers(placed=(move,)))

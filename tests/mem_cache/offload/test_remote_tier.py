@@ -8,16 +8,16 @@ import pytest
 from sgl_jax.core.cache_groups import FULL_ATTENTION, CacheGroup
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.core.transfers import StoreTransfer, TransferEnd, Transfers
-from sgl_jax.mem_cache.host import store_tier
-from sgl_jax.mem_cache.host.content_keys import ContentKeys
-from sgl_jax.mem_cache.host.host_blocks import HostBlocks
-from sgl_jax.mem_cache.host.host_tier import HostTier
-from sgl_jax.mem_cache.host.load_prices import LoadPrices
-from sgl_jax.mem_cache.host.saved_prefixes import save_tree, saved_prefixes
-from sgl_jax.mem_cache.host.store_tier import StoreTier, Waiter
+from sgl_jax.mem_cache.offload import remote_tier
+from sgl_jax.mem_cache.offload.content_keys import ContentKeys
+from sgl_jax.mem_cache.offload.cpu_pool import CpuPool
+from sgl_jax.mem_cache.offload.cpu_tier import CpuTier
+from sgl_jax.mem_cache.offload.load_prices import LoadPrices
+from sgl_jax.mem_cache.offload.remote_tier import RemoteTier, Waiter
+from sgl_jax.mem_cache.offload.saved_prefixes import save_tree, saved_prefixes
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.tree.window_component import lookback_pages
-from tests.mem_cache.host.test_host_tier import PAGE_SIZE, Rank, sizes_with
+from tests.mem_cache.offload.test_cpu_tier import PAGE_SIZE, Rank, sizes_with
 from tests.scheduler.driver import make_sizes
 
 WAITER = Waiter("r", num_read=0, prompt_len=24, num_ahead=0)
@@ -28,11 +28,11 @@ class StoringRank(Rank):
 
     def __init__(self, stored: set[bytes] | None = None, host_ratio: float = 2.0) -> None:
         self.memory = RankMemory(0, sizes_with(host_ratio=host_ratio))
-        self.tier = HostTier(self.memory, "write_through", "lru", loads_all=True, has_store=True)
+        self.tier = CpuTier(self.memory, "write_through", "lru", loads_all=True, has_store=True)
         self.stored = set() if stored is None else stored
 
     @property
-    def store(self) -> StoreTier:
+    def store(self) -> RemoteTier:
         assert self.tier.store is not None
         return self.tier.store
 
@@ -232,7 +232,7 @@ def test_a_put_that_failed_begins_again_at_each_use() -> None:
 
 
 def test_a_put_without_room_begins_with_a_longer_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_tier, "_MAX_PUT_BLOCKS", 4)
+    monkeypatch.setattr(remote_tier, "_MAX_PUT_BLOCKS", 4)
     rank = StoringRank()
     rank.publish(rank.tokens(1))
     rank.end_all(rank.take())
@@ -254,14 +254,14 @@ def test_a_put_without_room_begins_with_a_longer_prefix(monkeypatch: pytest.Monk
 
 
 def test_a_prefix_larger_than_all_puts_is_put_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_tier, "_MAX_PUT_BLOCKS", 2)
+    monkeypatch.setattr(remote_tier, "_MAX_PUT_BLOCKS", 2)
     rank = StoringRank()
     rank.store_prefix(rank.tokens(1))
     assert rank.store.num_put_blocks == 4
 
 
 def test_pages_that_are_left_out_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_tier, "_MAX_LISTED_PAGES", 3)
+    monkeypatch.setattr(remote_tier, "_MAX_LISTED_PAGES", 3)
     rank = StoringRank()
     for number in (1, 2):
         rank.publish(rank.tokens(number, num_pages=2))
@@ -445,7 +445,7 @@ def test_counts_outlast_a_reset() -> None:
 def test_only_locked_values_go_to_the_store() -> None:
     groups = (*FULL_ATTENTION, CacheGroup(6, 1))
     sizes = make_sizes(page_size=PAGE_SIZE, num_pages=33, groups=groups, host_ratio=2.0)
-    blocks = HostBlocks(0, sizes, "lru")
+    blocks = CpuPool(0, sizes, "lru")
     tokens = np.arange(24, dtype=np.int32)
     assert blocks.begin_copy(1, tokens, "", np.ones((2, 6), np.bool_)) is not None
     added = blocks.end_copy(1, succeeded=True, lock_for=2)

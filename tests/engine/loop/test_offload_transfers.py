@@ -8,7 +8,7 @@ import pytest
 
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.transfers import TransferEnd, Transfers
-from sgl_jax.engine.loop.host_transfers import HostTransfers
+from sgl_jax.engine.loop.offload_transfers import OffloadTransfers
 from sgl_jax.scheduler.scheduler import Scheduler
 from tests.scheduler.driver import generate, make_sizes
 from tests.scheduler.test_host_memory import PROMPT, driver_with_prefix
@@ -18,7 +18,7 @@ from tests.scheduler.test_host_memory import PROMPT, driver_with_prefix
 def test_measured_rates_decide_about_the_first_fetch(fetch_rate: float, cached: int) -> None:
     driver = driver_with_prefix(fetch_policy="sooner")
     executor: Any = SimpleNamespace(prefill_rate=1e4, fetch_rate=fetch_rate, store_rate=0.0)
-    HostTransfers(driver.scheduler, executor, None)
+    OffloadTransfers(driver.scheduler, executor, None)
     driver.submit(generate("second", [*PROMPT, 1], 1))
     driver.run()
     assert driver.cached["second"] == cached
@@ -37,7 +37,7 @@ def test_a_request_waits_for_a_search_and_its_load_once(monkeypatch: pytest.Monk
         look_at_store=list,
         transfer=begun.append,
     )
-    transfers = HostTransfers(scheduler, executor, 10.0)
+    transfers = OffloadTransfers(scheduler, executor, 10.0)
     scheduler.handle(generate("first", PROMPT, 1))
     is_awaited = scheduler.ranks[0].host.store.awaited
 

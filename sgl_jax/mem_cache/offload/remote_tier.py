@@ -18,10 +18,10 @@ import numpy as np
 from sgl_jax.core.cache_groups import CacheGroup
 from sgl_jax.core.step_plan import BoolArray, Int32Array
 from sgl_jax.core.transfers import Keys, StoreTransfer, TransferEnd
-from sgl_jax.mem_cache.host.content_keys import ContentKeys
-from sgl_jax.mem_cache.host.host_blocks import HostBlocks
-from sgl_jax.mem_cache.host.load_prices import LoadPrices, PrefixElsewhere
-from sgl_jax.mem_cache.host.saved_prefixes import SavedPrefix
+from sgl_jax.mem_cache.offload.content_keys import ContentKeys
+from sgl_jax.mem_cache.offload.cpu_pool import CpuPool
+from sgl_jax.mem_cache.offload.load_prices import LoadPrices, PrefixElsewhere
+from sgl_jax.mem_cache.offload.saved_prefixes import SavedPrefix
 from sgl_jax.mem_cache.tree.window_component import lookback_pages
 
 # Maximum blocks being written to the store. Further prefixes are written when they are offered to
@@ -69,7 +69,7 @@ class _Follower(NamedTuple):
     namespace: str
 
 
-class StoreTier:
+class RemoteTier:
     """The store tier after `blocks`.
 
     Attributes:
@@ -82,7 +82,7 @@ class StoreTier:
 
     def __init__(
         self,
-        blocks: HostBlocks,
+        blocks: CpuPool,
         groups: Sequence[CacheGroup],
         prices: LoadPrices,
         next_number: Callable[[], int],
@@ -121,7 +121,7 @@ class StoreTier:
         self._puts_now: list[StoreTransfer] = []
         self._restored: deque[SavedPrefix] = deque()
 
-    def take_over(self, before: "StoreTier") -> None:
+    def inherit(self, before: "RemoteTier") -> None:
         """Copy the counts and the state of the store from the tier before a reset."""
         self.num_put_blocks = before.num_put_blocks
         self.num_loaded_tokens = before.num_loaded_tokens
@@ -173,7 +173,7 @@ class StoreTier:
     def put(
         self, number: int | None, tokens: Int32Array, namespace: str, values: Int32Array
     ) -> None:
-        """Write the last pages of a prefix to the store. `HostBlocks.leaving` holds its lock.
+        """Write the last pages of a prefix to the store. `CpuPool.leaving` holds its lock.
 
         `values` int32[groups, n] are the blocks of the last n pages, 0 for values to leave out. If
         there is no room, `number` is None and the pages are written by a later `put_again`.

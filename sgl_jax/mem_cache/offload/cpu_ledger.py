@@ -6,15 +6,15 @@ import numpy as np
 
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.errors import LedgerError
-from sgl_jax.mem_cache.host.host_blocks import HostBlocks
-from sgl_jax.mem_cache.host.host_tier import HostTier
 from sgl_jax.mem_cache.ledger_walk import walk_failure
+from sgl_jax.mem_cache.offload.cpu_pool import CpuPool
+from sgl_jax.mem_cache.offload.cpu_tier import CpuTier
 from sgl_jax.mem_cache.pages.page_allocator import FREE, NULL_PAGE, RESERVED, TREE
 from sgl_jax.mem_cache.tree.cache_walk import CacheWalk
 from sgl_jax.mem_cache.tree_node import TreeNode
 
 
-def check_host_balance(tier: HostTier) -> None:
+def check_cpu_balance(tier: CpuTier) -> None:
     """Verify `free + arriving + cached + reserved == total` for each pool, or raise `LedgerError`.
 
     The copies count the arriving blocks, and the tree counts the cached blocks. The tree's locks
@@ -47,16 +47,16 @@ def check_host_balance(tier: HostTier) -> None:
         raise _error(blocks, f"fetches and puts {running} run, {set(blocks.leaving)} have locks")
 
 
-def audit_host(tier: HostTier) -> None:
+def audit_cpu_tier(tier: CpuTier) -> None:
     """Verify by a full walk that every block has exactly one owner, or raise `LedgerError`."""
-    check_host_balance(tier)
+    check_cpu_balance(tier)
     blocks = tier.blocks
     blocks.cache.audit(_locks(blocks))
     for pool in range(len(blocks.allocators)):
         _check_owners(blocks, pool, blocks.cache.held_pages(pool))
 
 
-def audit_host_slices(tier: HostTier) -> Iterator[None]:
+def audit_cpu_slices(tier: CpuTier) -> Iterator[None]:
     """Walk a rank's blocks in slices, between which steps may run; raise `LedgerError` on a defect.
     The walk ends early if the blocks are replaced."""
     blocks = tier.blocks
@@ -71,8 +71,8 @@ def audit_host_slices(tier: HostTier) -> Iterator[None]:
         raise _error(blocks, walk_failure(error).what) from error
 
 
-def _slices(tier: HostTier, blocks: HostBlocks) -> Iterator[None]:
-    check_host_balance(tier)
+def _slices(tier: CpuTier, blocks: CpuPool) -> Iterator[None]:
+    check_cpu_balance(tier)
     yield
     walk = CacheWalk(blocks.cache, blocks.allocators)
     for pool in range(len(blocks.allocators)):
@@ -89,12 +89,12 @@ def _slices(tier: HostTier, blocks: HostBlocks) -> Iterator[None]:
         raise _error(blocks, str(error)) from error
 
 
-def _locks(blocks: HostBlocks) -> list[tuple[TreeNode, None]]:
+def _locks(blocks: CpuPool) -> list[tuple[TreeNode, None]]:
     copying = [(node, None) for copy in blocks.copies.values() if (node := copy.node) is not None]
     return copying + [(node, None) for node in blocks.leaving.values()]
 
 
-def _check_owners(blocks: HostBlocks, pool: int, tree_blocks: Int32Array | None = None) -> None:
+def _check_owners(blocks: CpuPool, pool: int, tree_blocks: Int32Array | None = None) -> None:
     """Verify that each block belongs to its copy, to the tree if it is in `tree_blocks`, or is
     free. By default, `tree_blocks` are the blocks recorded as the tree's."""
     allocator = blocks.allocators[pool]
@@ -113,5 +113,5 @@ def _check_owners(blocks: HostBlocks, pool: int, tree_blocks: Int32Array | None 
         raise _error(blocks, f"the free list is wrong: {allocator.describe(known)}")
 
 
-def _error(blocks: HostBlocks, text: str) -> LedgerError:
+def _error(blocks: CpuPool, text: str) -> LedgerError:
     return LedgerError(f"host memory of rank {blocks.dp_rank}: {text}")

@@ -1,6 +1,6 @@
 """Finds prefixes of requests in the host memory of one rank, and fetches them.
 
-`HostTier` moves the prefixes. Without host memory nothing is found, and nothing moves.
+`CpuTier` moves the prefixes. Without host memory nothing is found, and nothing moves.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.core.transfers import TransferEnd
-from sgl_jax.mem_cache.host.host_ledger import audit_host, audit_host_slices, check_host_balance
-from sgl_jax.mem_cache.host.host_tier import HostTier
-from sgl_jax.mem_cache.host.load_prices import PrefixElsewhere
-from sgl_jax.mem_cache.host.saved_prefixes import SavedPrefix, SavedTree, save_tree, tree_of
-from sgl_jax.mem_cache.host.store_tier import StoreTier, Waiter
-from sgl_jax.mem_cache.memory_view import HostPoolView
+from sgl_jax.mem_cache.memory_view import CpuPoolView
+from sgl_jax.mem_cache.offload.cpu_ledger import audit_cpu_slices, audit_cpu_tier, check_cpu_balance
+from sgl_jax.mem_cache.offload.cpu_tier import CpuTier
+from sgl_jax.mem_cache.offload.load_prices import PrefixElsewhere
+from sgl_jax.mem_cache.offload.remote_tier import RemoteTier, Waiter
+from sgl_jax.mem_cache.offload.saved_prefixes import SavedPrefix, SavedTree, save_tree, tree_of
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.scheduler.request import Request
 
@@ -21,7 +21,7 @@ from sgl_jax.scheduler.request import Request
 _MAX_FETCHES = 2
 
 
-class RankHost:
+class RankOffload:
     """The host memory of the rank of `memory`.
 
     Attributes:
@@ -31,9 +31,9 @@ class RankHost:
     def __init__(self, memory: RankMemory, args: SchedulerArgs) -> None:
         self._memory = memory
         self._waits_for_store = args.hicache_storage_prefetch_policy != "best_effort"
-        self.tier: HostTier | None = None
+        self.tier: CpuTier | None = None
         if memory.sizes.host_blocks:
-            self.tier = HostTier(
+            self.tier = CpuTier(
                 memory,
                 args.hicache_write_policy,
                 args.radix_eviction_policy,
@@ -42,7 +42,7 @@ class RankHost:
             )
 
     @property
-    def store(self) -> StoreTier | None:
+    def store(self) -> RemoteTier | None:
         return self.tier.store if self.tier is not None else None
 
     # -- prefixes of requests -----------------------------------------------------------------
@@ -179,19 +179,19 @@ class RankHost:
     def check_balance(self) -> None:
         """Check the counts of blocks. Raises `LedgerError`."""
         if self.tier is not None:
-            check_host_balance(self.tier)
+            check_cpu_balance(self.tier)
 
     def audit(self) -> None:
         """Check by a full walk that every block has one owner. Raises `LedgerError`."""
         if self.tier is not None:
-            audit_host(self.tier)
+            audit_cpu_tier(self.tier)
 
     def audit_slices(self) -> Iterator[None]:
         """Run the same check in slices, between which steps may run."""
         if self.tier is not None:
-            yield from audit_host_slices(self.tier)
+            yield from audit_cpu_slices(self.tier)
 
-    def views(self) -> list[HostPoolView]:
+    def views(self) -> list[CpuPoolView]:
         """Return the blocks of each pool by state."""
         return self.tier.views() if self.tier is not None else []
 

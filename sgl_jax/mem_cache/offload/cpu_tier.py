@@ -16,13 +16,13 @@ import numpy as np
 
 from sgl_jax.core.step_plan import Int32Array, PageTransfer
 from sgl_jax.core.transfers import TransferEnd, Transfers
-from sgl_jax.mem_cache.host.host_blocks import HostBlocks
-from sgl_jax.mem_cache.host.load_prices import LoadPrices
-from sgl_jax.mem_cache.host.store_tier import StoreTier
 from sgl_jax.mem_cache.lease import KVLease, first_page_of
-from sgl_jax.mem_cache.memory_view import HostPoolView
+from sgl_jax.mem_cache.memory_view import CpuPoolView
+from sgl_jax.mem_cache.offload.cpu_pool import CpuPool
+from sgl_jax.mem_cache.offload.load_prices import LoadPrices
+from sgl_jax.mem_cache.offload.remote_tier import RemoteTier
 from sgl_jax.mem_cache.rank_memory import RankMemory
-from sgl_jax.mem_cache.release import let_go_windows, release_kv_cache
+from sgl_jax.mem_cache.release import free_passed_window_pages, release_kv_cache
 from sgl_jax.mem_cache.tree.prefix_cursor import common_prefix_len
 from sgl_jax.mem_cache.tree_node import TreeNode
 
@@ -48,7 +48,7 @@ class _Offer(NamedTuple):
     namespace: str
 
 
-class HostTier:
+class CpuTier:
     """The CPU memory tier after the prefix cache of `memory`.
 
     Attributes:
@@ -84,10 +84,10 @@ class HostTier:
 
     def _start(self) -> None:
         memory = self._memory
-        self.blocks = HostBlocks(memory.dp_rank, memory.sizes, self._eviction_policy)
-        self.store: StoreTier | None = None
+        self.blocks = CpuPool(memory.dp_rank, memory.sizes, self._eviction_policy)
+        self.store: RemoteTier | None = None
         if self._has_store:
-            self.store = StoreTier(self.blocks, memory.groups, self.prices, self._next_number)
+            self.store = RemoteTier(self.blocks, memory.groups, self.prices, self._next_number)
         self._offers: deque[_Offer] = deque(maxlen=_MAX_OFFERS)
         self._may_begin = False
         self._moves: dict[int, PageTransfer] = {}  # of copies, until they end
@@ -249,7 +249,7 @@ class HostTier:
                 )
         protected = lease.cache_protected_len
         lease.set_lengths(protected=protected, committed=protected, allocated=length)
-        let_go_windows(memory.rows, [memory], np.array([row]), np.array([length]))
+        free_passed_window_pages(memory.rows, [memory], np.array([row]), np.array([length]))
         return pages
 
     def drop_fetches(self) -> bool:
@@ -398,10 +398,10 @@ class HostTier:
         if store is not None and added.size:
             store.put(put, copy.tokens, copy.namespace, added)
 
-    def views(self) -> list[HostPoolView]:
+    def views(self) -> list[CpuPoolView]:
         cache = self.blocks.cache
         return [
-            HostPoolView(
+            CpuPoolView(
                 total_blocks=allocator.num_pages,
                 free_blocks=allocator.num_free,
                 arriving_blocks=allocator.num_leased,
@@ -428,4 +428,4 @@ class HostTier:
         self.fetches.clear()
         self._start()
         if self.store is not None and before is not None:
-            self.store.take_over(before)
+            self.store.inherit(before)

@@ -9,7 +9,7 @@ from sgl_jax.mem_cache.tree_node import TreeNode
 
 
 class _Stop:
-    """A node, at `place` in `CursorStops.nodes`, with live cursors at its end or in its edge."""
+    """A node, at `place` in `CursorPositions.nodes`, with live cursors at its end or edge."""
 
     __slots__ = ("at_end", "node", "place", "within")
 
@@ -24,7 +24,7 @@ class _Stop:
         return [*at_end, *self.within.values()]
 
 
-class CursorStops:
+class CursorPositions:
     """The places of a tree's cursors. `nodes` holds the node of each place, None if it is unused.
     To change a cursor's `at` or `reached`, take it out before and put it back after."""
 

@@ -10,9 +10,9 @@ from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.core.transfers import TransferEnd, Transfers
 from sgl_jax.mem_cache.errors import LedgerError
-from sgl_jax.mem_cache.host.host_ledger import audit_host
-from sgl_jax.mem_cache.host.host_tier import HostTier
 from sgl_jax.mem_cache.ledger import audit
+from sgl_jax.mem_cache.offload.cpu_ledger import audit_cpu_tier
+from sgl_jax.mem_cache.offload.cpu_tier import CpuTier
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import release_kv_cache
 from sgl_jax.mem_cache.tree.window_component import lookback_pages
@@ -32,7 +32,7 @@ class Rank:
 
     def __init__(self, sizes: EngineSizes | None = None, policy: str = "write_through") -> None:
         self.memory = RankMemory(0, sizes or sizes_with())
-        self.tier = HostTier(self.memory, policy, "lru", loads_all=True)
+        self.tier = CpuTier(self.memory, policy, "lru", loads_all=True)
 
     def tokens(self, number: int, num_pages: int = 4) -> Int32Array:
         return np.arange(num_pages * PAGE_SIZE, dtype=np.int32) + 100 * number
@@ -67,7 +67,7 @@ class Rank:
 
     def check(self) -> None:
         audit(self.memory, len(self.tier.fetches))
-        audit_host(self.tier)
+        audit_cpu_tier(self.tier)
 
     def num_here(self, tokens: Int32Array, namespace: str = "") -> int:
         return self.tier.num_here(tokens, namespace)
@@ -270,11 +270,11 @@ def test_the_ledger_finds_a_lock_and_a_block_without_owner() -> None:
     node = blocks.cache.match_prefix(rank.tokens(1)).node
     assert node is not None
     with pytest.raises(LedgerError, match="host memory of rank 0: copies and fetches have locked"):
-        audit_host(rank.tier)
+        audit_cpu_tier(rank.tier)
     blocks.cache.unlock(node)
     blocks.allocators[0].alloc(1, 99)
     with pytest.raises(LedgerError, match="copies have 0 blocks, 1 are owned"):
-        audit_host(rank.tier)
+        audit_cpu_tier(rank.tier)
 
 
 def test_blocks_that_another_copy_has_brought_are_free_again() -> None:
@@ -329,7 +329,7 @@ def test_a_fetch_without_room_leaves_no_lock() -> None:
     busy = rank.memory.open_lease(rank.tokens(2, 10))
     assert rank.memory.grow_row(busy.row, 10 * PAGE_SIZE)
     assert rank.tier.begin_fetch(rank.tokens(1, 8), "") is None
-    audit_host(rank.tier)
+    audit_cpu_tier(rank.tier)
     audit(rank.memory, 1)
 
 
