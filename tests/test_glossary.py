@@ -14,6 +14,30 @@ TERMS = [
     for term in re.findall(r"^\| ([^|]+) \| [^|]+ \|$", GLOSSARY, re.MULTILINE)
     if term != "term"
 ]
+# Words that names had before 0.1.0, and the words of the field that replaced them.
+RETIRED = {
+    "dealt out": "distributed",
+    "either way": "one of",
+    "expert lines": "expert dispatch",
+    "favourite": "leading policy",
+    "host blocks": "CPU pool",
+    "host store": "CPU blocks",
+    "host tier": "CPU tier",
+    "in slots": "placed",
+    "leader link": "coordinator link",
+    "lend": "check out",
+    "let go": "free passed",
+    "no group": "join refused",
+    "of part": "derived",
+    "park": "mark idle",
+    "patient send": "backpressured send",
+    "rank host": "rank offload",
+    "store tier": "remote tier",
+    "stretch": "scan segment",
+    "tell prompt len": "pop prompt len",
+}
+# Public settings and metrics keep their names.
+_PUBLIC = {"host blocks"}
 _WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
 
 
@@ -49,3 +73,9 @@ def test_each_term_is_defined_once() -> None:
 @pytest.mark.parametrize("term", TERMS)
 def test_a_term_of_the_glossary_occurs_in_a_name(term: str, names: str) -> None:
     assert re.search(rf" {words_of(term).strip()}(s|es)? ", names), term
+
+
+@pytest.mark.parametrize("word", sorted(RETIRED))
+def test_a_retired_word_is_in_no_name(word: str, names: str) -> None:
+    found = [name.strip() for name in names.splitlines() if f" {word} " in name]
+    assert set(found) <= _PUBLIC, f"say {RETIRED[word]!r}"

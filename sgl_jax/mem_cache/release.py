@@ -101,7 +101,7 @@ def _leave_windows(memory: RankMemory, lease: KVLease, pages: Int32Array, first:
         if group.is_recurrent and seen < end and not rows.pages[row, number, seen]:
             # There is no snapshot. The lease must not lock a snapshot that another row adds.
             assert lease.node is not None
-            memory.cache.let_go(lease.node, number, seen, end)
+            memory.cache.unlock_passed(lease.node, number, seen, end)
             seen = end
         passed = rows.pages[row, number, before : min(seen, first)]
         memory.locked[group.pool].unlock(passed[passed > 0])
@@ -304,7 +304,7 @@ def _pass_pages(memory: RankMemory, lease: KVLease, group: int, first: int) -> N
     if lease.node is not None and passed < end:
         read = listed[passed:end]
         memory.locked[pool].unlock(read[read > 0])
-        memory.cache.let_go(lease.node, group, passed, end)
+        memory.cache.unlock_passed(lease.node, group, passed, end)
     own = listed[max(passed, protected) : first].copy()
     memory.allocators[pool].free(own[own > 0], row)
     rows.pass_pages(row, group, first)

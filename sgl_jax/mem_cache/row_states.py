@@ -107,19 +107,19 @@ def free_passed_snapshots(memory: RankRecords, row: int, certain_len: int) -> No
     is_kept = (own + 1) * page_size % memory.sizes.snapshot_interval == 0
     is_kept[-1:] = True
     if first < protected:
-        _let_go_of_tree(memory, lease, protected)
+        _unlock_passed_nodes(memory, lease, protected)
     _free(memory, row, own[~is_kept])
     memory.rows.pass_pages(row, group, int(own[is_kept][0]))
 
 
-def _let_go_of_tree(memory: RankRecords, lease: KVLease, protected: int) -> None:
+def _unlock_passed_nodes(memory: RankRecords, lease: KVLease, protected: int) -> None:
     """Unlock the tree's snapshots for `lease`; the last is at page `protected` - 1."""
     group, row = _group(memory), lease.row
     first = int(memory.rows.first_pages[group, row])
     read = _listed(memory, row)[first:protected]
     memory.locked[_pool(memory)].unlock(read[read > 0])
     if lease.node is not None:
-        memory.cache.let_go(lease.node, group, first, protected)
+        memory.cache.unlock_passed(lease.node, group, first, protected)
 
 
 # -- end of a turn, or going back ------------------------------------------------------------------

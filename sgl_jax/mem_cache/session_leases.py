@@ -61,7 +61,7 @@ class SessionLeases:
             raise LeaseError(f"session {session_id!r} has a lease already; {lease!r} is another")
         if lease.row in self._lent:
             raise LeaseError(f"{lease!r} is that of session {self._lent[lease.row]!r} already")
-        self._lend(session_id, lease)
+        self._check_out(session_id, lease)
 
     def check_out(self, session_id: str) -> KVLease:
         """Start the next turn: make its request the holder of the session's lease. Raise
@@ -69,7 +69,7 @@ class SessionLeases:
         if session_id not in self._idle:
             raise LeaseError(f"session {session_id!r} has no lease to lend")
         lease = self._idle.pop(session_id)
-        self._lend(session_id, lease)
+        self._check_out(session_id, lease)
         return lease
 
     def unbind(self, lease: KVLease) -> None:
@@ -95,7 +95,7 @@ class SessionLeases:
         if session_id in self._idle:
             self._idle.move_to_end(session_id)
 
-    def _lend(self, session_id: str, lease: KVLease) -> None:
+    def _check_out(self, session_id: str, lease: KVLease) -> None:
         self._lent[lease.row] = session_id
         self._lent_rows[session_id] = lease.row
 

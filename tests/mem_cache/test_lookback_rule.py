@@ -93,7 +93,7 @@ def test_a_lease_locks_the_path_and_its_window() -> None:
 def test_a_lease_may_let_go_of_its_window_and_keeps_the_path() -> None:
     prompts = Prompts()
     node = prompts.keep("abcdef")
-    prompts.cache.let_go(node, WINDOW, 0, 5)
+    prompts.cache.unlock_passed(node, WINDOW, 0, 5)
     assert prompts.cache.num_protected == [6, 1]
     prompts.cache.audit([(node, [0, 5])])
     prompts.cache.unlock(node, [0, 5])
@@ -118,7 +118,7 @@ def test_a_page_that_no_position_reads_is_freed_at_once() -> None:
     prompts = Prompts()
     node = prompts.keep("abcdef", window_from=2)
     assert prompts.held() == (6, 4)
-    prompts.cache.let_go(node, WINDOW, 0, 5)  # only f is locked
+    prompts.cache.unlock_passed(node, WINDOW, 0, 5)  # only f is locked
     prompts.cache.evict(1, WINDOW)  # c: d, e and e, f are read
     assert (prompts.held(), prompts.found("abcdef")) == ((6, 3), 6)
     prompts.cache.evict(1, WINDOW)  # d: e, f
@@ -133,7 +133,7 @@ def test_what_a_lock_held_of_a_broken_window_goes_with_it_also_where_edges_merge
     prompts = Prompts()
     upper = prompts.keep("abcd", window_from=2)
     lower = prompts.keep("abcdefgh", window_from=6)
-    prompts.cache.let_go(upper, WINDOW, 0, 3)
+    prompts.cache.unlock_passed(upper, WINDOW, 0, 3)
     prompts.cache.evict(1, WINDOW)  # c, so that nothing reads d, which is locked
     assert prompts.held() == (8, 3)
     prompts.cache.unlock(upper, [0, 3])

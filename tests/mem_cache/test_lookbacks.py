@@ -157,7 +157,9 @@ class LookbackMachine(RuleBasedStateMachine):
             for group, first in enumerate(zeros):
                 # What a row without a snapshot at its end has not locked it does not read.
                 is_read = not self.groups[group].is_recurrent or self.model.can_resume(tokens[:end])
-                self.let_go(len(self.nodes) - 1, group, first if is_read else end // self.page_size)
+                self.unlock_passed(
+                    len(self.nodes) - 1, group, first if is_read else end // self.page_size
+                )
 
     @precondition(lambda self: self.nodes)
     @rule(data=st.data())
@@ -222,14 +224,14 @@ class LookbackMachine(RuleBasedStateMachine):
         i = data.draw(st.integers(0, len(self.nodes) - 1))
         group = data.draw(st.integers(0, len(self.groups) - 1))
         end = len(self.model.locks[i].prefix) // self.page_size
-        self.let_go(i, group, data.draw(st.integers(0, end)))
+        self.unlock_passed(i, group, data.draw(st.integers(0, end)))
 
-    def let_go(self, i: int, group: int, first: int) -> None:
+    def unlock_passed(self, i: int, group: int, first: int) -> None:
         lock = self.model.locks[i]
         first = min(first, len(lock.prefix) // self.page_size)
         if self.groups[group].sliding_window is None or first <= lock.firsts[group]:
             return
-        self.cache.let_go(self.nodes[i], group, lock.firsts[group], first)
+        self.cache.unlock_passed(self.nodes[i], group, lock.firsts[group], first)
         lock.firsts[group] = first
         self.model.drop_dead()
 
@@ -272,7 +274,7 @@ class LookbackMachine(RuleBasedStateMachine):
             self.offer(longer, len(lock.prefix), [rng.randint(0, 9) for _ in self.groups], lock)
         elif dice == 5 and self.nodes:
             i = rng.randrange(len(self.nodes))
-            self.let_go(i, rng.randrange(len(self.groups)), rng.randint(0, 8))
+            self.unlock_passed(i, rng.randrange(len(self.groups)), rng.randint(0, 8))
         elif dice == 6 and self.nodes:
             self.unlock(rng.randrange(len(self.nodes)))
         elif dice == 7:

@@ -119,7 +119,7 @@ class StateLeaseMachine(RuleBasedStateMachine):
     def publish(self, request: Request) -> None:
         self.device.publish(request)
 
-    def let_go(self, request: Request, certain_len: int) -> None:
+    def unlock_passed(self, request: Request, certain_len: int) -> None:
         certain_len = min(certain_len, request.lease.kv_committed_len)
         before = self.listed(request)
         free_passed_snapshots(self.memory, request.lease.row, certain_len)
@@ -258,7 +258,7 @@ class StateLeaseMachine(RuleBasedStateMachine):
         elif dice == 6:
             self.publish(request)
         elif dice == 7:
-            self.let_go(request, cut)
+            self.unlock_passed(request, cut)
         elif dice == 8:
             self.rest(request, min(cut, request.lease.kv_committed_len))
         elif dice == 9:

@@ -2435,7 +2435,7 @@ MUTATIONS = (
     Mutation(
         "windows: keep the lock of what a row has passed",
         _RELEASE,
-        "        memory.cache.let_go(lease.node, group, passed, end)\n",
+        "        memory.cache.unlock_passed(lease.node, group, passed, end)\n",
         "",
     ),
     Mutation(
@@ -2594,7 +2594,7 @@ MUTATIONS = (
     Mutation(
         "states: let go of snapshots and keep the tree's locked",
         _STATES,
-        "        memory.cache.let_go(lease.node, group, first, protected)\n",
+        "        memory.cache.unlock_passed(lease.node, group, first, protected)\n",
         "        pass\n",
     ),
     Mutation(
@@ -2648,7 +2648,8 @@ MUTATIONS = (
     Mutation(
         "states: lock what another row brings to the end of a chunk",
         _RELEASE,
-        "            memory.cache.let_go(lease.node, number, seen, end)\n            seen = end\n",
+        "            memory.cache.unlock_passed(lease.node, number, seen, end)\n"
+        "            seen = end\n",
         "            pass\n",
     ),
     Mutation(

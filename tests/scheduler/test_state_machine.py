@@ -479,7 +479,7 @@ def run_machine(
     return num_steps
 
 
-def test_random_events_leave_the_ledger_balancesd_and_the_tokens_right(tmp_path: Path) -> None:
+def test_random_events_leave_the_ledger_balanced_and_the_tokens_right(tmp_path: Path) -> None:
     run_machine(tmp_path, **OPTIONS)
 
 

@@ -61,7 +61,7 @@ class _Put(NamedTuple):
     pages: Keys  # keys of the first layer group
 
 
-class _Follower(NamedTuple):
+class _Dependent(NamedTuple):
     """A request that waits for another request's lookup or load."""
 
     waiter: Waiter
@@ -109,7 +109,9 @@ class RemoteTier:
         self._searches: dict[int, _Load] = {}
         self._loads: dict[int, _Load] = {}
         self._under_way: dict[bytes, int] = {}  # lookups and loads, by the key of their first page
-        self._followers: defaultdict[int, list[_Follower]] = defaultdict(list)  # by transfer number
+        self._dependents: defaultdict[int, list[_Dependent]] = defaultdict(
+            list
+        )  # by transfer number
         self._puts: dict[int, _Put] = {}
         # Keys of pages that the store lacks because their write failed or did not begin, oldest
         # first.
@@ -250,10 +252,10 @@ class RemoteTier:
             return
         if waiter is not None:
             page = self._keys.of(tokens[: (first + 1) * page_size], namespace)[0, -1]
-            leader = self._under_way.get(page.tobytes()) if follows else None
-            if leader is not None:
+            transfer = self._under_way.get(page.tobytes()) if follows else None
+            if transfer is not None:
                 self.awaited.add(waiter.rid)
-                self._followers[leader].append(_Follower(waiter, tokens, namespace))
+                self._dependents[transfer].append(_Dependent(waiter, tokens, namespace))
                 return
             # For given rates, either the longest or the shortest part gains the most.
             ends = (first + 1, len(tokens) // page_size)
@@ -380,7 +382,7 @@ class RemoteTier:
             is_found = self._flags(search, end) & self._may_load(search)
             if not is_found.any() or not self._begin_load(number, search, is_found):
                 self._waits_no_more(search)
-                self._search_for_followers(number, follows=False)
+                self._search_for_dependents(number, follows=False)
         elif number in self._loads:
             load = self._loads.pop(number)
             self._forget_first_page(load, number)
@@ -390,7 +392,7 @@ class RemoteTier:
             self._measure(load, is_found, end.seconds)
             self._blocks.end_copy(number, succeeded=num_pages > 0, is_found=is_found[:, :num_pages])
             self.num_loaded_tokens += num_pages * self._blocks.page_size
-            self._search_for_followers(number, follows=num_pages > 0)
+            self._search_for_dependents(number, follows=num_pages > 0)
 
     def _forget_first_page(self, each: _Load, number: int) -> None:
         page = _first_page(each)
@@ -409,17 +411,17 @@ class RemoteTier:
         late = self._searches.get(number) or self._loads.get(number)
         if late is not None:
             self._waits_no_more(late)
-            self._take_followers(number)
+            self._take_dependents(number)
 
-    def _take_followers(self, number: int) -> list[_Follower]:
+    def _take_dependents(self, number: int) -> list[_Dependent]:
         """Return the requests that wait for this lookup or load, and end their wait."""
-        followers = self._followers.pop(number, [])
-        for each in followers:
+        dependents = self._dependents.pop(number, [])
+        for each in dependents:
             self._release(each.waiter)
-        return followers
+        return dependents
 
-    def _search_for_followers(self, number: int, *, follows: bool) -> None:
-        for waiter, tokens, namespace in self._take_followers(number):
+    def _search_for_dependents(self, number: int, *, follows: bool) -> None:
+        for waiter, tokens, namespace in self._take_dependents(number):
             num_here = self._blocks.cache.peek(tokens, namespace)
             # The prompts ahead have been computed in the meantime.
             waiter = waiter._replace(num_ahead=0)

@@ -6,7 +6,7 @@ that namespace. `ChunkCache` keeps nothing.
 
 Pages are int32[groups, n], a row for each cache group of the model. A match ends at a resumable
 position: FULL groups have all its pages, a window the pages that the next token reads. A lease
-locks these, and unlocks a window's pages as its tokens fill the window (`let_go`). Its
+locks these, and unlocks a window's pages as its tokens fill the window (`unlock_passed`). Its
 `first_pages` give, for each group, the first page that its row still lists.
 """
 
@@ -227,17 +227,17 @@ class RadixCache:
         return node is None or not node.is_withdrawn
 
     def unlock(self, node: TreeNode, first_pages: FirstPages = None) -> None:
-        """Undo one lock of `match_prefix` or `accept`, except pages unlocked since by `let_go`."""
+        """Undo one lock of `match_prefix` or `accept`, except what `unlock_passed` unlocked."""
         self.tree.unlock(node, first_pages)
         self.tree.settle()
 
-    def let_go(self, node: TreeNode, group: int, first: int, end: int) -> None:
+    def unlock_passed(self, node: TreeNode, group: int, first: int, end: int) -> None:
         """Unlock pages [first, end) of a sliding-window group, for a lease that ends at `node`.
         Skip pages that it has not locked, before its window or past its end."""
         for window in self._windows:
             if window.group == group:
-                window.let_go(node, first, end)
-        self.tree.let_go(node)
+                window.unlock_passed(node, first, end)
+        self.tree.unlock_passed(node)
         self.tree.settle()
 
     def evict(self, num_pages: int, pool: int = 0) -> int:

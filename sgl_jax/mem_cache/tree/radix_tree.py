@@ -101,7 +101,7 @@ class RadixTree(TreeShape):
             self.resumable.released(old)
         self._merge_into_only_child(old)
 
-    def let_go(self, node: TreeNode) -> None:
+    def unlock_passed(self, node: TreeNode) -> None:
         """Record that a lease at `node` unlocked window pages. Call `settle` to end the change."""
         if self.resumable is not None:
             self.resumable.released(node)
