@@ -30,7 +30,7 @@ hypothesis.settings.load_profile("default")
 # The search for the smallest failing case of a state machine ends within its test's time-out.
 engine.MAX_SHRINKING_SECONDS = 90
 
-jax.config.update("jax_num_cpu_devices", 5)
+jax.config.update("jax_num_cpu_devices", 4)
 
 
 @pytest.hookimpl(tryfirst=True)

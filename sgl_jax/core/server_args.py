@@ -109,8 +109,8 @@ class ServerArgs(SchedulerArgs):
     )
     hidden_sharding: str = setting(
         "replicated",
-        "hidden states between products: on every chip of a rank (replicated), or each chip has "
-        "some columns, which products exchange while they multiply (tensor)",
+        "hidden states between layers' products: of all tokens on every chip of a rank "
+        "(replicated), or of each chip's share of the tokens (tensor: sequence parallelism)",
         ("replicated", "tensor"),
     )
     attention_backend: str = setting(

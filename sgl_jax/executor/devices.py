@@ -23,7 +23,6 @@ from sgl_jax.layers.mesh_axes import MESH_AXES
 logger = logging.getLogger(__name__)
 
 _LEAVE_TIMEOUT_S = 10  # until all hosts have left
-_MOST_SEARCHED = 16  # chips of a rank: searching orders of more takes too long
 
 
 def make_mesh(args: ServerArgs) -> Mesh:
@@ -84,21 +83,20 @@ def leave_hosts() -> None:
 def arrange_devices(devices: Sequence[Any], dp_size: int, tp_size: int) -> Mesh:
     """Return the mesh ('data', 'tensor') over the first dp x tp of `devices`.
 
-    If that is a whole slice of TPUs, the chips of one rank are adjacent on its interconnect, in
-    ring order. They are on one host if whole ranks fit on each host.
+    If that is a whole slice of TPUs, the chips of one rank are adjacent on its interconnect. They
+    are on one host if whole ranks fit on each host.
     """
     if len(devices) == dp_size * tp_size > 1 and devices[0].platform == "tpu":
         parts = _by_host(devices)
         if any(len(own) % tp_size for own in parts):
             parts = [list(devices)]
         ranks = [
-            _in_ring(rank)
-            for own in parts
-            for rank in mesh_utils.create_device_mesh(
+            mesh_utils.create_device_mesh(
                 (len(own) // tp_size, tp_size), own, allow_split_physical_axes=True
-            ).tolist()
+            )
+            for own in parts
         ]
-        return Mesh(np.array(ranks), MESH_AXES)
+        return Mesh(np.concatenate(ranks), MESH_AXES)
     return Mesh(np.array(devices[: dp_size * tp_size]).reshape(dp_size, tp_size), MESH_AXES)
 
 
@@ -107,24 +105,6 @@ def _by_host(devices: Sequence[Any]) -> list[list[Any]]:
     for device in devices:
         hosts.setdefault(device.process_index, []).append(device)
     return list(hosts.values())
-
-
-def _in_ring(devices: list[Any]) -> list[Any]:
-    """Return the devices as a ring of connected devices. Returns the given order if there is no
-    ring, or if there are too many devices to search."""
-
-    def connected(one: Any, other: Any) -> bool:
-        hops: int = sum(abs(a - b) for a, b in zip(one.coords, other.coords, strict=True))
-        return hops <= 1  # 0 between the cores of one chip
-
-    def extended(ring: list[Any]) -> list[Any] | None:
-        if len(ring) == len(devices):
-            return ring if connected(ring[-1], ring[0]) else None
-        rest = (one for one in devices if one not in ring and connected(ring[-1], one))
-        return next(filter(None, (extended([*ring, one]) for one in rest)), None)
-
-    searched = len(devices) <= _MOST_SEARCHED
-    return (extended(devices[:1]) if searched else None) or devices
 
 
 def platform_of(mesh: Mesh) -> str:

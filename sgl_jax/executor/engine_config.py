@@ -31,7 +31,6 @@ from sgl_jax.kernels.grouped_matmul.interface import grouped_matmul_implementati
 from sgl_jax.kernels.latent_attention.interface import latent_attention_implementation
 from sgl_jax.kernels.latent_attention.latents import latent_row_size
 from sgl_jax.kernels.quantized_matmul.interface import quantized_matmul_implementation
-from sgl_jax.kernels.ring_products.interface import ring_products_implementation
 from sgl_jax.layers.attention import replicated_kv_heads
 from sgl_jax.layers.qkv_heads import qkv_heads_implementation
 from sgl_jax.layers.sampling.row_params import packed_width
@@ -139,7 +138,6 @@ class EngineConfig(NamedTuple):
             move_lines=line_moves_implementation(self.platform, simulate=simulates),
             gated_delta=recurrence.gated_delta,
             causal_conv=recurrence.causal_conv,
-            ring_products=ring_products_implementation(self.platform, simulate=simulates),
             has_kv_scales=self._has_kv_scales,
             widens_int4=self.platform == "cpu",
             # Elsewhere, a program reads a layer's weights out of the stack in place.
@@ -152,7 +150,7 @@ class EngineConfig(NamedTuple):
             # Cheapest: the next layer's norm adds an all-reduced result to the residual, and a
             # matmul adds its result itself if no all-reduce follows.
             defers_sum=on_tpu and self.args.tp_size > 1,
-            splits_hidden=self.args.hidden_sharding == "tensor" and self.args.tp_size > 1,
+            sequence_parallel=self.args.hidden_sharding == "tensor" and self.args.tp_size > 1,
         )
 
     @property

@@ -9,12 +9,6 @@ SUBLANES = 8  # rows of a register
 VMEM_LIMIT_BYTES = 60 << 20  # of a chip's 64 MiB or more; the compiler's default is less
 
 
-def most_vmem_bytes(kind: str) -> int:
-    """Return the vector memory that a kernel may use on a kind of chip, if it can use more."""
-    is_large = kind in ("TPU v5 lite", "TPU v6 lite")  # 128 MiB
-    return 112 << 20 if is_large else VMEM_LIMIT_BYTES
-
-
 def tile_slots(dtype: DTypeLike) -> int:
     """Return the rows of a tile, which is copied whole: 8, 16, 32 for elements of 4, 2, 1 bytes."""
     return 32 // jnp.dtype(dtype).itemsize

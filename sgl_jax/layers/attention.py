@@ -116,21 +116,7 @@ class Attention(nnx.Module):
         layer: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
         """Map x [T, hidden] to (result [T, hidden], kv_cache with this layer's new K and V)."""
-        out, kv_cache = self.attended(self.qkv(x), by, batch, kv_cache, layer)
-        if self.gate is not None:
-            out = out * jax.nn.sigmoid(self.gate(x))
-        return self.output(out), kv_cache
-
-    def attended(
-        self,
-        qkv: jax.Array,
-        by: Rotation,
-        batch: AttentionBatch,
-        kv_cache: jax.Array,
-        layer: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Map qkv [T, width] to (results of this chip's heads, [T, q_heads * D], and kv_cache)."""
-        q, k, v = self.qkv_heads(qkv, self.heads, self.q_norm, self.k_norm, by)
+        q, k, v = self.qkv_heads(self.qkv(x), self.heads, self.q_norm, self.k_norm, by)
         if self.kv_scales is not None:
             q, k, v = self.kv_scales.before(q, k, v)
         scores = self.scores
@@ -139,4 +125,7 @@ class Attention(nnx.Module):
         out, kv_cache = self.attend(q, k, v, kv_cache, layer, batch, scores)
         if self.kv_scales is not None:
             out = self.kv_scales.after(out)
-        return out.reshape(qkv.shape[0], -1), kv_cache
+        out = out.reshape(x.shape[0], -1)
+        if self.gate is not None:
+            out = out * jax.nn.sigmoid(self.gate(x))
+        return self.output(out), kv_cache

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from sgl_jax.kernels.grouped_matmul.interface import GroupedMatmul
 from sgl_jax.kernels.grouped_matmul.matrices import GroupMatrices
 from sgl_jax.layers.layer_weights import use_stacks, use_weight
-from sgl_jax.layers.mesh_axes import TENSOR_AXIS, MeshAxes, sum_over_tensor
+from sgl_jax.layers.mesh_axes import TENSOR_AXIS, MeshAxes, scatter_sum, sum_over_tensor
 from sgl_jax.layers.parameter import parameter
 from sgl_jax.layers.quantized_matrix import Quantized, QuantizedExperts, QuantizedMatrix
 from sgl_jax.layers.sources import Source
@@ -33,7 +33,10 @@ class Linear(nnx.Module):
         split: Split = "neither",
         bias: Source | None = None,
         quantized: Quantized | None = None,
+        *,
+        scatters: bool = False,
     ) -> None:
+        """`scatters`: if the inputs are split, each chip gets its share of the tokens' sums."""
         by_input = TENSOR_AXIS if split == "inputs" else None
         by_output = TENSOR_AXIS if split == "outputs" else None
         self.weight: nnx.Param[Any] | QuantizedMatrix
@@ -43,12 +46,16 @@ class Linear(nnx.Module):
             self.weight = QuantizedMatrix(weight, dtype, by_input, by_output, quantized)
         self.bias = None if bias is None else parameter(bias, dtype, by_output)
         self.split = split
+        self.scatters = scatters
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Map x [T, in] to [T, out], or to this chip's columns if the outputs are split."""
+        """Map x [T, in] to [T, out], or to this chip's columns if the outputs are split.
+
+        If it `scatters`, the result is this chip's share of the tokens, see `own_share`.
+        """
         out = self.product(x)
         if self.split == "inputs":
-            out = sum_over_tensor(out)
+            out = scatter_sum(out) if self.scatters else sum_over_tensor(out)
         return out if self.bias is None else out + self.bias[...]
 
     def product(self, x: jax.Array) -> jax.Array:

@@ -30,15 +30,6 @@ def sum_over_tensor(x: jax.Array) -> jax.Array:
     return _exchanged(x, TENSOR_AXIS, lambda x: lax.psum(x, TENSOR_AXIS))
 
 
-def scatter_sum(x: jax.Array) -> jax.Array:
-    """Return this tensor chip's columns of the sum of all tensor chips' x [n, width].
-
-    Columns are in the order of the chips. The number of chips divides the width.
-    """
-    exchange = partial(lax.psum_scatter, axis_name=TENSOR_AXIS, scatter_dimension=1, tiled=True)
-    return _exchanged(x, TENSOR_AXIS, exchange)
-
-
 def concatenate_over(mesh_axis: str, x: jax.Array, axis: int = 0) -> jax.Array:
     """Concatenate the x of all chips along `mesh_axis`, on dimension `axis`."""
     gather = partial(lax.all_gather, axis_name=mesh_axis, axis=axis, tiled=True)
@@ -79,6 +70,18 @@ def own_share(x: jax.Array) -> jax.Array:
     start = lax.axis_index(TENSOR_AXIS) * size
     share: jax.Array = lax.dynamic_slice_in_dim(pad_to_shares(x), start, size)
     return share
+
+
+def scatter_sum(x: jax.Array) -> jax.Array:
+    """Reduce-scatter the tensor chips' x [n, ...]: each gets its share (`own_share`) of the sum."""
+
+    def exchange(x: jax.Array) -> Any:
+        # An axis of the chips: without it the TPU's compiler pads most shares, then moves their
+        # rows between neighbours (libtpu 0.0.42).
+        shares = pad_to_shares(x).reshape(lax.axis_size(TENSOR_AXIS), -1, *x.shape[1:])
+        return lax.psum_scatter(shares, TENSOR_AXIS)
+
+    return _exchanged(x, TENSOR_AXIS, exchange)
 
 
 def join_shares(share: jax.Array, num_lines: int) -> jax.Array:

@@ -26,7 +26,7 @@ class GatedMLP(nnx.Module):
         self.activation = activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Map x [T, hidden] to the result, [T, hidden]."""
+        """Map x [T, hidden] to the result [T, hidden]; `down` decides each chip's part of it."""
         return self.down(self._inner(x))
 
     def own_part(self, x: jax.Array) -> jax.Array:
@@ -34,7 +34,4 @@ class GatedMLP(nnx.Module):
         return self.down.product(self._inner(x))
 
     def _inner(self, x: jax.Array) -> jax.Array:
-        return self.gated(self.gate(x), self.up(x))
-
-    def gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        return self.activation(gate) * up
+        return self.activation(self.gate(x)) * self.up(x)

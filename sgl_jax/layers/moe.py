@@ -33,6 +33,8 @@ from sgl_jax.layers.mesh_axes import (
     MESH_AXES,
     concatenate_over,
     own_rank_sum,
+    own_share,
+    scatter_sum,
     sum_over_tensor,
 )
 from sgl_jax.layers.mlp import GatedMLP
@@ -151,12 +153,14 @@ class MixtureOfExperts(nnx.Module):
         moves: DispatchKernels = XLA_MOVES,
         gated: Gated = silu_gated,
         shared: SharedExpert | None = None,
+        scatters: bool = False,
     ) -> None:
         """Declare the layer.
 
         `router` is [hidden, experts]; `gate` and `up` are transposed, `down` is not. Either all
         three have biases or none. Their rows may be padded from hidden with zeros. `choice_bias`,
-        [experts], is added to the router's scores only for the choice.
+        [experts], is added to the router's scores only for the choice. `scatters`: each chip gets
+        its share of the tokens' sums.
         """
         self.router = router
         self.gate = gate
@@ -168,6 +172,7 @@ class MixtureOfExperts(nnx.Module):
         self.moves = moves
         self.gated = gated
         self.shared = shared
+        self.scatters = scatters
 
     def __call__(
         self,
@@ -178,25 +183,27 @@ class MixtureOfExperts(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """Map x [T, hidden] to (the sums [T, hidden], the tokens' experts, int32 [top_k, T]).
 
+        The sums are of this chip's share of the tokens (`own_share`) if it `scatters`.
         `norm` normalises the inputs of router and experts. Padding, where `is_token` bool [T] is
         False, gets the number `num_experts` instead of experts, so that none are loaded for it.
         `copies` are the slots of the experts; None if they are in order.
         """
-        own_part, weights, experts = self.own_part(x, norm, is_token, copies)
-        total = sum_over_tensor(own_part)
+        x, weights, experts = self._choose(x, norm, is_token)
+        own_part = self._own_experts(x, weights, experts, copies)
+        if self.shared is not None:
+            own_part = own_part + self.shared.own_part(x)
+        total = scatter_sum(own_part) if self.scatters else sum_over_tensor(own_part)
         if self.down.bias is None:
             return total, experts
         is_chosen = experts[:, None] == jnp.arange(self.num_experts)[:, None]
-        shares = jnp.sum(jnp.where(is_chosen, weights[:, None], 0), axis=0)
-        return total + self.down.biases(shares.T), experts
+        shares = jnp.sum(jnp.where(is_chosen, weights[:, None], 0), axis=0).T
+        own_shares = own_share(shares) if self.scatters else shares
+        return total + self.down.biases(own_shares), experts
 
-    def own_part(
-        self, x: jax.Array, norm: RMSNorm, is_token: jax.Array, copies: ExpertCopies | None
+    def _choose(
+        self, x: jax.Array, norm: RMSNorm, is_token: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return this chip's part of the sums [T, hidden], and weights and experts [top_k, T].
-
-        The sums have no biases of `down`.
-        """
+        """Return the normalised x [T, hidden], and the tokens' weights and experts [top_k, T]."""
         router, biases = self.router.weight, (self.router.bias, self.choice_bias)
         assert isinstance(router, nnx.Param)
 
@@ -206,11 +213,7 @@ class MixtureOfExperts(nnx.Module):
             own = Router(*constants, norm.weight[...], matrices, *arrays)
             return self.moves.choose(x, own, layer, is_token)
 
-        x, weights, experts = use_stacks((router,), choose)
-        own_part = self._own_experts(x, weights, experts, copies)
-        if self.shared is not None:
-            own_part = own_part + self.shared.own_part(x)
-        return own_part, weights, experts
+        return use_stacks((router,), choose)
 
     def _own_experts(
         self, x: jax.Array, weights: jax.Array, experts: jax.Array, copies: ExpertCopies | None

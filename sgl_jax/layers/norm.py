@@ -1,7 +1,6 @@
 """Root mean square normalisation."""
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -19,12 +18,6 @@ class RMSNorm(nnx.Module):
         self.weight = parameter(weight, dtype, initial="zeros" if from_one else "ones")
         self.eps = eps
         self.from_one = from_one
-
-    @property
-    def factors(self) -> jax.Array:
-        """Return float32 [size], the factor of x / rms(x)."""
-        weight = self.weight[...].astype(jnp.float32)
-        return 1.0 + weight if self.from_one else weight
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalise x [..., size]; the result has x's dtype."""

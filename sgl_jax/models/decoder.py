@@ -29,14 +29,13 @@ from sgl_jax.kernels.latent_attention import xla as xla_latent_attention
 from sgl_jax.kernels.latent_attention.interface import PagedLatentAttention
 from sgl_jax.kernels.quantized_matmul.interface import QuantizedMatmul
 from sgl_jax.kernels.quantized_matmul.xla import cpu_quantized_matmul
-from sgl_jax.kernels.ring_products.interface import XLA_RING_PRODUCTS, RingProducts
 from sgl_jax.layers.embedding import Embedding, LMHead, padded_vocab_size
 from sgl_jax.layers.layer_weights import gather_over_data, weights_of_layer
 from sgl_jax.layers.mesh_axes import (
     MESH_AXES,
     TENSOR_AXIS,
     MeshAxes,
-    concatenate_over,
+    join_shares,
     scatter_sum,
 )
 from sgl_jax.layers.moe import ExpertCopies, copy_keys, count_experts, join_counts
@@ -70,7 +69,6 @@ class BuildOptions(NamedTuple):
     move_lines: DispatchKernels = XLA_MOVES
     gated_delta: GatedDelta = xla_gated_delta.gated_delta
     causal_conv: CausalConv = xla_gated_delta.causal_conv
-    ring_products: RingProducts = XLA_RING_PRODUCTS
     has_kv_scales: bool = False  # declare the scales of an 8-bit KV cache
     separates_layers: bool = False  # layers have separate matrices, see `layers.layer_weights`
     widens_int4: bool = False  # int4 is int8 in memory: a CPU's programs reject int4 (jax 0.10.2)
@@ -81,7 +79,7 @@ class BuildOptions(NamedTuple):
     ep_size: int = 1  # chips with distinct experts: 1, all of a rank or all of the mesh
     placement: ExpertPlacement | None = None  # of distributed experts; None: in order
     counts_experts: bool = False  # the model returns how often each expert was chosen
-    splits_hidden: bool = False  # each chip of a rank has columns of hidden states
+    sequence_parallel: bool = False  # each chip of a rank has a share of the tokens
     tp_size: int = 1  # chips of a rank, and ranks: `place_model` takes them from its mesh
     dp_size: int = 1
 
@@ -107,10 +105,10 @@ class BuildOptions(NamedTuple):
 class _Carry(NamedTuple):
     """The arrays carried from layer to layer."""
 
-    # One or two terms with the hidden state, [T, hidden_size] or this chip's columns, as their sum.
+    # One or two terms with the hidden state, [T, hidden_size] or this chip's share, as their sum.
     terms: tuple[jax.Array, ...]
     memories: tuple[Any, ...]  # one per pool: KV pools, then the states if there are any
-    # The hidden states before some layers, [slots, T, columns], and a spare slot for the remaining
+    # The hidden states before some layers, [slots, ...], and a spare slot for the remaining
     # layers; None if no drafter reads them.
     captured: jax.Array | None
 
@@ -170,7 +168,7 @@ class CausalLM(nnx.Module):
         self.defers_sum = options.defers_sum
         self.placement = options.placement
         self.num_counted = config.moe.num_experts if config.moe and options.counts_experts else None
-        self.ring_products = options.ring_products
+        self.sequence_parallel = options.sequence_parallel
         self.scan_segments = find_scan_segments(config.layers)
         self.cache_groups = config.cache_groups()
         self.layers = nnx.Dict(
@@ -179,10 +177,6 @@ class CausalLM(nnx.Module):
                 for segment in self.scan_segments
                 for layers in map(segment.layers_like, range(segment.period))
             }
-        )
-        fits = (options.tp_size, options.ring_products.multiple)
-        self.has_columns = options.splits_hidden and all(
-            layer.fits_columns(*fits) for layer in self.layers.values()
         )
         hidden, vocab, dtype = config.hidden_size, config.vocab_size, options.dtype
         rows, tied = padded_vocab_size(vocab, options.tp_size), config.tie_word_embeddings
@@ -239,9 +233,7 @@ class CausalLM(nnx.Module):
         memories: tuple[Any, ...] = (*kv_pools, states) if is_recurrent else kv_pools
         reads = self._reads(batches, state_batch)
         hidden = self._embed(token_ids)
-        terms: tuple[jax.Array, ...] = (hidden,)
-        if self.defers_sum and not self.has_columns:
-            terms = (hidden, jnp.zeros_like(hidden))
+        terms = (hidden, jnp.zeros_like(hidden)) if self.defers_sum else (hidden,)
         keys = copy_keys(token_ids, batches[0].positions) if self.placement else None
         is_token, counts = batches[0].valid, []
         captured = None
@@ -251,14 +243,14 @@ class CausalLM(nnx.Module):
         for segment in self.scan_segments:
             carry, own = self._run(segment, carry, is_token, keys, reads)
             counts.append(own)
-        hidden = self.norm(self._whole(reduce(jnp.add, carry.terms)))
+        hidden = self._whole(self.norm(reduce(jnp.add, carry.terms)), len(token_ids))
         states = carry.memories[-1] if is_recurrent else None
         kv_pools = carry.memories[: len(kv_pools)]
         draft_hidden = self._draft_hidden(hidden, carry.captured)
         return ModelOutput(hidden, kv_pools, states, join_counts(counts), draft_hidden)
 
-    def _whole(self, hidden: jax.Array) -> jax.Array:
-        return concatenate_over(TENSOR_AXIS, hidden, axis=1) if self.has_columns else hidden
+    def _whole(self, hidden: jax.Array, num_tokens: int) -> jax.Array:
+        return join_shares(hidden, num_tokens) if self.sequence_parallel else hidden
 
     def _capture(
         self, captured: jax.Array | None, hidden: jax.Array, layer: jax.Array
@@ -273,7 +265,8 @@ class CausalLM(nnx.Module):
     def _draft_hidden(self, hidden: jax.Array, captured: jax.Array | None) -> jax.Array | None:
         if self.draft_layer is None:
             return None
-        own = [] if captured is None else [self._whole(one) for one in captured[:-1]]
+        before = () if captured is None else captured[:-1]
+        own = [self._whole(one, len(hidden)) for one in before]
         return self.draft_layer.first_hidden(hidden, own)
 
     def draft(
@@ -308,7 +301,7 @@ class CausalLM(nnx.Module):
         return hidden, tuple(pools)
 
     def _embed(self, token_ids: jax.Array) -> jax.Array:
-        if self.has_columns:
+        if self.sequence_parallel:
             return self._scaled(scatter_sum(self.embedding.own_part(token_ids)))
         return self._scaled(self.embedding(token_ids))
 
@@ -366,13 +359,8 @@ class CausalLM(nnx.Module):
                 captured = self._capture(captured, hidden, place + turn * segment.period)
                 copies = ExpertCopies.of_layer(slots[place - segment.first], turn, keys)
                 rest = (is_token, copies, reads[place], memories[pool], first + turn * step)
-                if self.has_columns:
-                    ring = self.ring_products
-                    hidden, memories[pool], experts = layer.on_columns(hidden, *rest, ring)
-                    terms = (hidden,)
-                else:
-                    hidden, delta, memories[pool], experts = layer(hidden, *rest)
-                    terms = (hidden, delta) if self.defers_sum else (hidden + delta,)
+                hidden, delta, memories[pool], experts = layer(hidden, *rest)
+                terms = (hidden, delta) if self.defers_sum else (hidden + delta,)
                 chosen.append(experts)
             carry = _Carry(terms, tuple(memories), captured)
             return carry, count_experts(chosen, self.num_counted)

@@ -104,8 +104,11 @@ def declare_draft_layer(
 
 
 def draft_options(options: BuildOptions) -> BuildOptions:
-    """Return options without placement and KV scales: their files do not cover the draft layer."""
-    return options._replace(placement=None, has_kv_scales=False)
+    """Return options without placement and KV scales: their files do not cover the draft layer.
+
+    Its hidden states are replicated.
+    """
+    return options._replace(placement=None, has_kv_scales=False, sequence_parallel=False)
 
 
 def stack_draft_layer(layer: DecoderLayer, number: int, options: BuildOptions, prefix: str) -> None:

@@ -84,6 +84,7 @@ def _experts(
         choice=moe.choice,
         moves=options.move_lines,
         gated=partial(clamped_swiglu, limit=limit, alpha=moe.swiglu_alpha),
+        scatters=options.sequence_parallel,
     )
 
 

@@ -23,7 +23,8 @@ def linear(
     Raises ModelConfigError, which names them, if tensors of one matrix have different rules.
     """
     quantized = quantization_of(spec, options, weight)
-    return Linear(weight, options.dtype, split, bias, quantized)
+    scatters = options.sequence_parallel
+    return Linear(weight, options.dtype, split, bias, quantized, scatters=scatters)
 
 
 def as_floats(spec: LayerSpec, weight: Source) -> Source:

@@ -67,6 +67,7 @@ def mixture_of_experts(
         choice_bias=_choice_bias(moe),
         moves=options.move_lines,
         shared=_shared_expert(config, spec, moe, options),
+        scatters=options.sequence_parallel,
     )
 
 

@@ -24,7 +24,6 @@ from sgl_jax.planner.prefix_loading import PrefixLoading, plan_loading
 from sgl_jax.planner.program_cost import ProgramCost, program_cost
 from sgl_jax.planner.quantized_products import expert_format, quantized_products
 from sgl_jax.planner.quantized_time import conversion_bundles
-from sgl_jax.planner.ring_products import ring_products
 from sgl_jax.planner.step_time import StepTime, estimate_step
 from sgl_jax.planner.step_work import StepWork
 from sgl_jax.planner.topology import topology_mesh
@@ -209,7 +208,6 @@ def device_bytes(
         state_bytes=layout.slot_bytes // request.args.tp_size if layout else 0,
         tp_size=request.args.tp_size,
         quantized=quantized_products(engine.placed, request.args.tp_size),
-        ring=ring_products(engine.placed, request.args.tp_size),
         expert_conversion=conversion_bundles(format_of_experts, request.topology.chip),
         expert_devices=request.args.ep_size,
         expert_copies=request.args.ep_num_redundant_experts,

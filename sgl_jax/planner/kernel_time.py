@@ -21,7 +21,6 @@ from sgl_jax.kernels.tpu_chip import LANES
 from sgl_jax.models.config import ModelConfig, MoeConfig
 from sgl_jax.planner.latent_time import LatentSizes, latent_attention_time
 from sgl_jax.planner.quantized_products import QuantizedProduct
-from sgl_jax.planner.ring_products import RingProduct
 from sgl_jax.planner.step_work import KernelTime, StepWork
 from sgl_jax.planner.topology import Chip
 
@@ -41,7 +40,6 @@ class DeviceBytes:
     expert_ranks: int = 1  # ranks with tokens for these experts
     expert_copies: int = 0  # redundant copies of experts, over all devices
     quantized: tuple[QuantizedProduct, ...] = ()  # quantized weights of the layers
-    ring: tuple[RingProduct, ...] = ()  # all of the layers' weights, if they are multiplied so
     expert_conversion: float = 0.0  # instructions for 2**20 values of quantized experts
     state_bytes: int = 0  # per sequence, over all recurrent layers
 

@@ -19,9 +19,7 @@ from sgl_jax.planner.topology import ICI_HOP_S
 ASSUMPTIONS = (
     "compiled by the TPU's own compiler, run on none: sizes are its own, times are estimates",
     "a step = max(compiler's cycles / clock, weights / HBM bandwidth) + quantized products + "
-    "ring products + heads + attention + recurrences + experts + their lines + exposed collectives",
-    "ring products = bytes of weights / HBM bandwidth, or the kernels' instructions, if those are "
-    "more; their exchange is played hop by hop over one link, chips in step, and exposed beyond",
+    "heads + attention + recurrences + experts + their lines + exposed collectives",
     "quantized products, where a kernel makes them = bytes of weights / HBM bandwidth, or the "
     "kernel's instructions, if those are more",
     "heads, whose kernel normalises and rotates them = its bytes / HBM bandwidth, or its "
@@ -202,7 +200,6 @@ def _step_lines(title: str, step: StepEstimate) -> list[str]:
     heads = f"heads {_ms(time.heads_s)}, " if time.heads_s else ""
     experts = ""
     quantized = f"quantized products {_ms(time.quantized_s)}, " if time.quantized_s else ""
-    quantized += f"ring products {_ms(time.ring_s)}, " if time.ring_s else ""
     if time.experts_s:
         experts = f"experts {_ms(time.experts_s)}, their lines {_ms(time.lines_s)}, "
     states = f"recurrences {_ms(time.recurrences_s)}, " if time.recurrences_s else ""

@@ -20,7 +20,6 @@ from sgl_jax.planner.kernel_time import (
 )
 from sgl_jax.planner.program_cost import Collective, ProgramCost
 from sgl_jax.planner.quantized_time import quantized_time
-from sgl_jax.planner.ring_time import ring_time
 from sgl_jax.planner.step_work import StepWork
 from sgl_jax.planner.topology import ICI_HOP_S, Chip
 
@@ -41,7 +40,6 @@ class StepTime:
     experts_s: float
     lines_s: float  # dispatching tokens to experts and combining the results
     quantized_s: float  # products with quantized matrices computed by a kernel
-    ring_s: float  # products over a ring, without their exchanges
     collectives_s: float  # transfers
     exposed_s: float  # part of the transfers without overlapping computation
     bound: str  # "HBM", "MXU", "ICI" or "instructions"
@@ -57,27 +55,24 @@ def estimate_step(
 ) -> StepTime:
     """Combine one step's times; `num_tokens` is the program's shape, including padding."""
     program = cost.estimated_cycles / chip.clock_hz
-    products = quantized_time(() if memory.ring else memory.quantized, num_tokens, chip)
-    rings = ring_time(memory.ring, num_tokens, memory.tp_size, memory.itemsize, chip)
+    products = quantized_time(memory.quantized, num_tokens, chip)
     weights = memory.layer_and_head_bytes / chip.hbm_bytes_per_s
     flops = 2 * work.tokens * memory.layer_and_head_numbers
-    fused = max(program, weights - products.hbm_s - rings.weights_s)
+    fused = max(program, weights - products.hbm_s)
     attention = attention_time(work, config, memory, chip)
     recurrences = recurrences_time(work, config, memory, chip)
     experts = experts_time(work.tokens, config, memory, chip)
     lines = lines_time(work.tokens, config, memory, chip)
     collectives = sum(collective_time(collective, chip) for collective in cost.collectives)
     exposed = sum(exposed_time(collective, chip) for collective in cost.collectives)
-    collectives, exposed = collectives + rings.transfers_s, exposed + rings.exposed_s
     heads = 0.0
     kernel = next((name for name in cost.kernels if name in (NORMALISED_NAME, PLAIN_NAME)), None)
     if kernel:
         sizes = (num_tokens, config, memory.itemsize, memory.tp_size, chip)
         heads = heads_time(*sizes, normalised=kernel == NORMALISED_NAME).total_s
     kernels = (attention, recurrences, experts, products)
-    total = fused + heads + lines + rings.products_s + sum(kernel.total_s for kernel in kernels)
+    total = fused + heads + lines + sum(kernel.total_s for kernel in kernels)
     waits = {"HBM": 0.0, "MXU": 0.0, "ICI": exposed, "instructions": heads + lines}
-    waits[rings.bound] += rings.products_s
     waits[_bound_of(fused, hbm=weights, mxu=flops / chip.bf16_flops_per_s)] += fused
     for part in kernels:
         waits[part.bound] += part.total_s
@@ -91,7 +86,6 @@ def estimate_step(
         experts_s=experts.total_s,
         lines_s=lines,
         quantized_s=products.total_s,
-        ring_s=rings.products_s,
         collectives_s=collectives,
         exposed_s=exposed,
         bound=max(waits, key=lambda name: waits[name]),

@@ -62,7 +62,7 @@ class Server:
         weight_sharding="replicated",
         attention_backend="auto",
         unrolled_layers=None,
-        in_columns=False,
+        sequence_parallel=False,
         max_len=80,
         compiler_options=None,
     ):
@@ -86,9 +86,8 @@ class Server:
             options = options._replace(
                 separates_layers=False, unrolled_layers=unrolled_layers, defers_sum=True
             )
-        options = options._replace(splits_hidden=in_columns)
+        options = options._replace(sequence_parallel=sequence_parallel)
         placed = place_model(config, self.mesh, options)
-        self.has_columns = placed.model.has_columns
         self.graphdef = placed.graphdef
         self.params = load_params(placed, folder, load_format)
         self.dp, self.page_size, self.pages_per_row = dp, page_size, -(-max_len // page_size)

@@ -32,7 +32,7 @@ class Setup(NamedTuple):
     weight_sharding: str = "replicated"
     attention_backend: str = "auto"
     unrolled_layers: int | None = None
-    in_columns: bool = False
+    sequence_parallel: bool = False
 
 
 ONE_TOKEN_PAGES = Setup(page_size=1)
@@ -42,15 +42,14 @@ MORE_CHIPS_THAN_KV_HEADS = Setup(tp=4)
 TWO_RANKS = Setup(dp=2)
 SPLIT_WEIGHTS = Setup(dp=2, tp=2, weight_sharding="data")
 UNROLLED = Setup(tp=2, unrolled_layers=2)
-COLUMNS = Setup(tp=2, in_columns=True)
-COLUMNS_UNROLLED = Setup(dp=2, tp=2, unrolled_layers=2, in_columns=True)
-COLUMNS_OVER_FOUR = Setup(tp=4, in_columns=True)
-COLUMNS_OF_SPLIT_WEIGHTS = Setup(dp=2, tp=2, weight_sharding="data", in_columns=True)
+SEQUENCE_PARALLEL = Setup(tp=2, sequence_parallel=True)
+SEQUENCE_PARALLEL_UNROLLED = Setup(dp=2, tp=2, unrolled_layers=2, sequence_parallel=True)
+SEQUENCE_PARALLEL_OVER_FOUR = Setup(tp=4, sequence_parallel=True)
+SEQUENCE_PARALLEL_SPLIT_WEIGHTS = Setup(dp=2, tp=2, weight_sharding="data", sequence_parallel=True)
 SIMULATED_TPU = Setup(attention_backend="pallas")
 EXPERTS_OVER_A_RANK = Setup(tp=2, ep=2)
 EXPERTS_OVER_RANKS = Setup(dp=2, tp=2, ep=4)
-EXPERTS_BESIDE_COLUMNS = Setup(tp=2, in_columns=True)
-WHOLE_EXPERTS_BESIDE_COLUMNS = Setup(dp=2, tp=2, ep=4, copies=3, in_columns=True)
+SEQUENCE_PARALLEL_WHOLE_EXPERTS = Setup(dp=2, tp=2, ep=4, copies=3, sequence_parallel=True)
 COPIED_EXPERTS = Setup(tp=2, ep=2, copies=1)
 COPIED_EXPERTS_OVER_RANKS = Setup(dp=2, ep=2, copies=3)
 
@@ -64,11 +63,11 @@ COPIED_EXPERTS_OVER_RANKS = Setup(dp=2, ep=2, copies=3)
         ("qwen3", TWO_RANKS),
         *[(family, TWO_CHIPS) for family in ("gpt_oss", "qwen3_5")],
         ("qwen3", UNROLLED),
-        ("qwen3", COLUMNS_UNROLLED),
-        ("llama", COLUMNS_OF_SPLIT_WEIGHTS),
+        ("qwen3", SEQUENCE_PARALLEL_UNROLLED),
+        ("llama", SEQUENCE_PARALLEL_SPLIT_WEIGHTS),
         ("qwen3_moe", EXPERTS_OVER_A_RANK),
         ("gpt_oss", EXPERTS_OVER_RANKS),
-        ("qwen3_moe_mixed", WHOLE_EXPERTS_BESIDE_COLUMNS),
+        ("qwen3_moe_mixed", SEQUENCE_PARALLEL_WHOLE_EXPERTS),
         ("gpt_oss_mxfp4", COPIED_EXPERTS_OVER_RANKS),
         ("deepseek_v3", EXPERTS_OVER_RANKS),
         *[
@@ -79,12 +78,13 @@ COPIED_EXPERTS_OVER_RANKS = Setup(dp=2, ep=2, copies=3)
                     for family in WITH_WINDOWS
                     for setup in (Setup(), ONE_PAGE_A_ROW, TWO_RANKS)
                 ],
-                *(("llama", setup) for setup in (TWO_CHIPS, COLUMNS)),
+                *(("llama", setup) for setup in (TWO_CHIPS, SEQUENCE_PARALLEL)),
                 *(("qwen3_moe_mixed", own) for own in (SPLIT_WEIGHTS, UNROLLED, COPIED_EXPERTS)),
                 ("gemma3", TWO_CHIPS),
-                ("qwen2_windows", COLUMNS),
-                ("gemma3", COLUMNS),
-                ("qwen2", COLUMNS_OVER_FOUR),
+                ("qwen2_windows", SEQUENCE_PARALLEL),
+                ("gemma3", SEQUENCE_PARALLEL),
+                ("qwen3_5", SEQUENCE_PARALLEL),
+                ("qwen2", SEQUENCE_PARALLEL_OVER_FOUR),
                 ("qwen3_next", SPLIT_WEIGHTS),
                 ("mistral", TWO_CHIPS),
                 ("qwen2_windows", TWO_CHIPS),
@@ -106,8 +106,8 @@ COPIED_EXPERTS_OVER_RANKS = Setup(dp=2, ep=2, copies=3)
                 ("gpt_oss", SPLIT_WEIGHTS),
                 ("gpt_oss", EXPERTS_OVER_A_RANK),
                 ("qwen3_moe", EXPERTS_OVER_RANKS),
-                ("qwen3_moe", EXPERTS_BESIDE_COLUMNS),
-                ("gpt_oss", EXPERTS_BESIDE_COLUMNS),
+                ("qwen3_moe", SEQUENCE_PARALLEL),
+                ("gpt_oss", SEQUENCE_PARALLEL),
                 ("qwen3_next", EXPERTS_OVER_A_RANK),
                 ("qwen3_next", EXPERTS_OVER_RANKS),
                 ("gpt_oss_mxfp4", COPIED_EXPERTS),
@@ -124,7 +124,7 @@ COPIED_EXPERTS_OVER_RANKS = Setup(dp=2, ep=2, copies=3)
                 ],
                 ("deepseek_v2_lite", UNROLLED),
                 ("deepseek_v3", SPLIT_WEIGHTS),
-                ("deepseek_v3", COLUMNS),
+                ("deepseek_v3", SEQUENCE_PARALLEL),
                 ("kimi_k2", EXPERTS_OVER_RANKS),
                 ("kimi_k2", COPIED_EXPERTS_OVER_RANKS),
                 ("qwen3_moe", SIMULATED_TPU),
@@ -139,9 +139,6 @@ def test_prefill_whole_or_chunked_and_decode_match_transformers(family, setup):
     data = golden(family)
     prompt, greedy = data["prompt"], data["greedy"]
     server = Server(GOLDEN / family, **setup._asdict())
-    # These add biases to the experts' sums, or normalise the terms that they add.
-    without_columns = ("gpt_oss", "gemma3", *WITH_LATENTS)
-    assert server.has_columns == (setup.in_columns and family not in without_columns)
     # Request 0 prefills in three chunks. Beside it, request 1 prefills in one, then decodes.
     bounds = (0, 7, 23, len(prompt))
     positions = len(prompt)
@@ -224,6 +221,12 @@ def test_rows_that_are_padded_for_a_tpu_change_nothing(family, tmp_path, monkeyp
         assert server.params["embedding"]["weight"].shape[1] == 35
         (logits,) = server.step([[Chunk(0, 0, data["prompt"])]], num_decode=0)
         assert_close(logits, data["prompt_logits"])
+
+
+def test_sequence_parallel_chips_need_not_divide_the_tokens():
+    data, server = golden("gpt_oss"), Server(GOLDEN / "gpt_oss", **SEQUENCE_PARALLEL._asdict())
+    (logits,) = server.step([[Chunk(0, 0, data["prompt"])]], num_decode=0, num_tokens=61)
+    assert_close(logits, data["prompt_logits"])
 
 
 def test_ranks_do_not_disturb_each_other():

@@ -51,12 +51,12 @@ def tolerance(name, tp=1, **_):
             pytest.param("latent_fp8_block", chips, marks=pytest.mark.long)
             for chips in ({"dp": 2, "ep": 2}, {"tp": 2, "ep": 2})
         ),
-        ("ct_int8_dynamic", {"tp": 2, "in_columns": True}),
+        ("ct_int8_dynamic", {"tp": 2, "sequence_parallel": True}),
         *(
-            pytest.param(name, {"tp": 2, "in_columns": True}, marks=pytest.mark.long)
-            for name in ("ct_int8_weight_only", "ct_fp8_kv_scales")
+            pytest.param(name, {"tp": 2, "sequence_parallel": True}, marks=pytest.mark.long)
+            for name in ("ct_int8_weight_only", "ct_fp8_kv_scales", "ct_int4_group32")
         ),
-        ("moe_ct_int8_weight_only", {"tp": 2, "ep": 2, "in_columns": True}),
+        ("moe_ct_int8_weight_only", {"tp": 2, "ep": 2, "sequence_parallel": True}),
     ],
     ids=str,
 )
@@ -66,7 +66,6 @@ def test_prefill_whole_or_chunked_and_decode_match_the_reference(name, chips):
     # chips, whose sums have another order, but above the tolerance of one.
     options = OPTIMISED if name == "ct_fp8_static" else None
     server = Server(GOLDEN / "quantized" / name, **chips, compiler_options=options)
-    assert server.has_columns == chips.get("in_columns", False)
     ranks, prompt = chips.get("dp", 1), data["prompt"]
     allowed = tolerance(name, **chips) * np.ptp(data["prompt_logits"])
 

@@ -36,7 +36,6 @@ def plan_of(*words, concurrency=256, exposed_s=0.0):
         experts_s=0.0,
         lines_s=0.0,
         quantized_s=0.0,
-        ring_s=0.0,
         collectives_s=exposed_s,
         exposed_s=exposed_s,
         bound="HBM",

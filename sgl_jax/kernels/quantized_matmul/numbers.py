@@ -82,12 +82,6 @@ def dequantized(
     return numbers.reshape(values.shape)
 
 
-def activation_scale(magnitude: jax.Array, activation: ActivationFormat) -> jax.Array:
-    """Return the scale that fits the greatest magnitude float32 [T, 1], in the same shape."""
-    scale = magnitude / GREATEST[activation]
-    return jnp.where(scale == 0, 1, scale)
-
-
 def quantize_activations(
     x: jax.Array, activation: ActivationFormat, scale: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
@@ -97,7 +91,8 @@ def quantize_activations(
     """
     greatest, wide = GREATEST[activation], x.astype(jnp.float32)
     if scale is None:
-        scale = activation_scale(jnp.max(jnp.abs(wide), axis=1, keepdims=True), activation)
+        scale = jnp.max(jnp.abs(wide), axis=1, keepdims=True) / greatest
+        scale = jnp.where(scale == 0, 1, scale)
     scaled = jnp.clip(wide / scale, -greatest, greatest)
     if activation == "int8":
         scaled = jnp.round(scaled)

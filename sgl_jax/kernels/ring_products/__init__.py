@@ -1,1 +1,0 @@
-"""Products that exchange hidden states over a ring: layers call `interface`."""

@@ -1,1 +1,0 @@
-"""The TPU's kernels of products over a ring: layers call `interface`."""
