@@ -135,7 +135,8 @@ class RankScheduler:
 
     @property
     def has_row(self) -> bool:
-        return self.num_rows_left > 0
+        """Return whether a row is free, or available from an idle session."""
+        return self.memory.rows.num_free > 0 or self.memory.sessions.num_idle > 0
 
     def num_pages_at_most(self, request: Request) -> int:
         """Return the pages that `request` would take if no running request read its prefix."""
@@ -289,23 +290,28 @@ class RankScheduler:
 
     def publish_awaited(self) -> None:
         """Publish computed tokens of prompts that waiting requests could continue from."""
+        memory = self.memory
+        computed, published = memory.rows.kv_committed_len, memory.rows.cache_protected_len
         for row in self.unpublished:
-            lease = self.memory.leases[row]
-            if self.memory.cache.is_awaited(lease.node, self.next_key(row)):
-                publish_prefix(self.memory, lease, self.running.known_tokens(row))
+            if computed[row] < published[row] + memory.page_size:
+                continue  # there is no further page
+            lease = memory.leases[row]
+            if memory.cache.is_awaited(lease.node, self.next_key(row)):
+                publish_prefix(memory, lease, self.running.known_tokens(row))
 
     def next_key(self, row: int) -> bytes | None:
         """Return the key of the first page after `row`'s published part; None while that page is
         incomplete."""
         lease = self.memory.leases[row]
         length = lease.cache_protected_len
+        known_length, key = self._next_keys.get(row, (-1, None))
+        if known_length == length:
+            return key
         if self.running.known_len[row] < length + self.memory.page_size:
             return None
-        known_length, key = self._next_keys.get(row, (-1, None))
-        if known_length != length:
-            tokens = self.running.known_tokens(row)[length:]
-            key = self.memory.cache.next_key(lease.node, tokens, lease.namespace)
-            self._next_keys[row] = length, key
+        tokens = self.running.known_tokens(row)[length:]
+        key = self.memory.cache.next_key(lease.node, tokens, lease.namespace)
+        self._next_keys[row] = length, key
         return key
 
     def finish(self, row: int, *, num_tokens: int | None = None) -> Request:

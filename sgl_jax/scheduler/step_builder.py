@@ -69,12 +69,12 @@ class StepBuilder:
         # Tokens needed in this step or later.
         self.num_prefill_tokens = 0
         if runnable.prefilling:
-            self.num_prefill_tokens = sum(wanted for wanted, _ in runnable.prefilling.values())
+            self.num_prefill_tokens = sum([wanted for wanted, _ in runnable.prefilling.values()])
         self.has_slots = runnable.has_slots
         # Rows of prompts, the highest priority first, then the oldest.
         self._prefilling = list(runnable.prefilling)
         if self._prefilling and rank.running.priorities.differ:
-            self._prefilling.sort(key=lambda row: -rank.running.priority[row])
+            self._prefilling.sort(key=rank.running.priority.__getitem__, reverse=True)  # stable
         self._needs = runnable.prefilling  # see `_count_needs`
         self._max_draft_tokens = sizes.max_draft_tokens
         self._lookahead_slots = sizes.lookahead_slots
@@ -158,11 +158,10 @@ class StepBuilder:
     def admit(self, request: Request, cursor: PrefixCursor) -> int:
         """Start a waiting request that fits, and return its row."""
         row = self.rank.admit(request, cursor)
-        self._needs.pop(row, None)  # of a request preempted in this step
         self._has_admitted = True
         priority = self.rank.running.priority
         insort_right(self._prefilling, row, key=lambda each: -priority[each])
-        self.num_prefill_tokens += self._count_left(row)
+        self.num_prefill_tokens += self._count_needs(row)[0]
         floor, most_tokens = self.priority_floor, self.most_tokens
         shared = None if self._shared is None else self._shared.priority
         if request.priority in (shared, self.rank.running.priorities.lowest):
@@ -187,7 +186,7 @@ class StepBuilder:
         """Forget the prompt of a row before its request leaves."""
         if row in self._prefilling:
             self._prefilling.remove(row)
-            self.num_prefill_tokens -= self._count_left(row)
+            self.num_prefill_tokens -= self._needs[row][0]
 
     # -- prompt tokens ----------------------------------------------------------------------
 
@@ -211,7 +210,7 @@ class StepBuilder:
         self._num_left -= count
         self._num_scored_left -= num_scored
         if self._shared is not None:
-            self._shared.add(row, self._count_left(row), int(self.rank.running.tenant[row]))
+            self._shared.add(row, self._needs[row][0], int(self.rank.running.tenant[row]))
             self._limit()
         elif self._num_left <= 0:
             self._divide(*self._levels[-1])
@@ -229,7 +228,7 @@ class StepBuilder:
             rows = [row for row in rows if running.priority[row] == priority]
         self._shared = SharedTokens(
             priority,
-            {row: self._count_left(row) for row in rows},
+            {row: self._needs[row][0] for row in rows},
             num_tokens,
             num_short,
             running.tenant,
@@ -255,10 +254,6 @@ class StepBuilder:
         count = min(num_wanted - num_planned, num_left, num_unscored + num_scored_left)
         return count, max(count - num_unscored, 0)
 
-    def _count_left(self, row: int) -> int:
-        """Return the number of prompt tokens that `row` needs, in this step or later."""
-        return (self._needs.get(row) or self._count_needs(row))[0]
-
     def _count_needs(self, row: int) -> tuple[int, int]:
         """Return the prompt tokens that `row` needs, and those before its first scored position,
         which use no scores of the step. They change only as the step is launched."""
@@ -271,7 +266,7 @@ class StepBuilder:
     def prefilling_rows(self) -> list[int]:
         """Return the rows with more than one token to compute, in this step or later: the highest
         priority first, then the oldest."""
-        return [row for row in self._prefilling if self._count_left(row) > 1]
+        return [row for row in self._prefilling if self._needs[row][0] > 1]
 
     def rows(self) -> RowIndex:
         """Return the rows of the step: decode rows, then rows with a prefill chunk."""
@@ -418,15 +413,16 @@ class StepBuilder:
         memory = self.rank.memory
         num_planned = self.chunks.get(row, 0)
         start = int(memory.rows.kv_committed_len[row]) + num_planned
-        count, _ = self._share(row, num_left, num_scored_left)
-        while (room := memory.tokens_that_fit(row) - start) < count and (
+        wanted, num_scored = self._share(row, num_left, num_scored_left)
+        while (room := memory.tokens_that_fit(row) - start) < wanted and (
             self.rank.host.drop_fetches() or self.rank.evict_idle_session()
         ):
             pass
-        count = min(count, room)
+        count = min(wanted, room)
         if count <= 0 or not memory.grow_row(row, start + count):
             return 0, 0
-        _, num_scored = self._share(row, count, num_scored_left)
+        if count < wanted:
+            _, num_scored = self._share(row, count, num_scored_left)
         self.chunks[row] = num_planned + count
         self._num_left -= count
         self._num_scored_left -= num_scored

@@ -147,8 +147,8 @@ MUTATIONS = (
     Mutation(
         "evict what is most likely to be used again",
         _ADAPTIVE,
-        "return min(zip(rates, range(len(leaves)), leaves, strict=True), default",
-        "return max(zip(rates, range(len(leaves)), leaves, strict=True), default",
+        "rate = self.rate(leaf.num_uses",
+        "rate = -self.rate(leaf.num_uses",
     ),
     Mutation(
         "evict by age alone, though uses are counted",
@@ -434,8 +434,8 @@ MUTATIONS = (
     Mutation(
         "namespaces: wait for what a request of another one computes",
         "sgl_jax/scheduler/rank_scheduler.py",
-        "next_key(lease.node, tokens, lease.namespace)\n            self._next_keys",
-        'next_key(lease.node, tokens, "")\n            self._next_keys',
+        "next_key(lease.node, tokens, lease.namespace)\n        self._next_keys",
+        'next_key(lease.node, tokens, "")\n        self._next_keys',
     ),
     Mutation(
         "namespaces: open every lease in the default one",
@@ -519,14 +519,14 @@ MUTATIONS = (
     Mutation(
         "publish no part of a prompt before all of it",
         _RANK,
-        "            if self.memory.cache.is_awaited(lease.node, self.next_key(row)):\n",
+        "            if memory.cache.is_awaited(lease.node, self.next_key(row)):\n",
         "            if self.next_key(row) is None:\n",
     ),
     Mutation(
         "keep what another published meanwhile",
         _CACHE,
-        "return next_key in parent.children or self.cursors.has_filed(parent, next_key)",
-        "return self.cursors.has_filed(parent, next_key)",
+        "        is_there = next_key in parent.children\n",
+        "        is_there = False\n",
     ),
     Mutation(
         "go on publishing for a request that left",
@@ -876,8 +876,8 @@ MUTATIONS = (
     Mutation(
         "evict sessions for a request that does not fit even so",
         "sgl_jax/scheduler/admission/step_room.py",
-        "        return num_pages if short <= 0 else None\n",
-        "        return num_pages\n",
+        "            if short <= 0:\n                return num_read",
+        "            if True:\n                return num_read",
     ),
     Mutation(
         "let idle sessions hold what they like",
@@ -1284,7 +1284,7 @@ MUTATIONS = (
     Mutation(
         "send all to the rank that has their prefix, however busy",
         _ROOM,
-        "        if self.num_running > num_unskewed:\n",
+        "        if self.num_running > trial.num_unskewed:\n",
         "        if False:\n",
     ),
     Mutation(
@@ -1308,8 +1308,8 @@ MUTATIONS = (
     Mutation(
         "count the room of a step once for all that start in it",
         _ROOM,
-        "        self._look()\n        self._note_pages()\n        if self._in_flight",
-        "        if self._in_flight",
+        "        self._look()\n        self._note_pages()\n        self.in_flight",
+        "        self.in_flight",
     ),
     Mutation(
         "take what a rank prefills for no work",
@@ -1375,7 +1375,7 @@ MUTATIONS = (
     Mutation(
         "wait for what a session's turn publishes only at its end",
         _IN_FLIGHT,
-        "        if request.kept_len:\n",
+        "        if running.request(row).kept_len:\n",
         "        if False:\n",
     ),
     Mutation(
@@ -1441,13 +1441,13 @@ MUTATIONS = (
     Mutation(
         "wait for a prefix in flight of lower priority",
         _IN_FLIGHT,
-        "if self._rank.running.priority[row] < request.priority or not",
+        "if running.priority[row] < request.priority or not",
         "if not",
     ),
     Mutation(
         "of two that go on alike, the first is the leader, however low its priority",
         _IN_FLIGHT,
-        "if rank.running.priority[row] > rank.running.priority[first]:",
+        "if running.priority[row] > running.priority[first]:",
         "if False:",
     ),
     Mutation(
@@ -1459,14 +1459,14 @@ MUTATIONS = (
     Mutation(
         "states: wait for one that cannot be kept",
         _IN_FLIGHT,
-        "if not self._rows or not memory.can_keep_state:",
-        "if not self._rows:",
+        "if not memory.can_keep_state:",
+        "if False:",
     ),
     Mutation(
         "share nothing with what starts in the same step",
         _ROOM,
-        "            self._in_flight.add(row)\n",
-        "            pass\n",
+        "        self.in_flight.add(row)\n",
+        "",
     ),
     Mutation(
         "wait for the prefix of a request that is gone",
@@ -1718,8 +1718,8 @@ MUTATIONS = (
     Mutation(
         "stay for a rank that has no more of the prefix",
         _ADMISSION,
-        "for each in others if each[1] > cheapest.num_read)",
-        "for each in others)",
+        "            if num_read > cheapest.num_read\n",
+        "",
     ),
     Mutation(
         "start on the fullest of equal ranks",
@@ -2031,26 +2031,26 @@ MUTATIONS = (
     Mutation(
         "look no further than the first requests",
         _CANDIDATES,
-        "part, rest = _sorted_part(rest, keys, most)",
-        "part, rest = _sorted_part(rest, keys, most)[0], rest[:0]",
+        "part, rest = first_lines(rest, keys, _FIRST_PART)",
+        "part, rest = first_lines(rest, keys, _FIRST_PART)[0], rest[:0]",
     ),
     Mutation(
         "try the first requests twice",
         _CANDIDATES,
-        "lines, rest, own = lines[is_first], lines[~is_first], own[is_first]",
-        "lines, rest, own = lines[is_first], lines, own[is_first]",
+        "part, rest = first_lines(rest, keys, _FIRST_PART)",
+        "part, _ = first_lines(rest, keys, _FIRST_PART)",
     ),
     Mutation(
         "leave out requests behind the first ones",
         _CANDIDATES,
-        'return lines[own.argsort(kind="stable")], rest',
-        'return lines[own.argsort(kind="stable")][:most], rest',
+        'yield rest[keys[rest].argsort(kind="stable")]',
+        'yield rest[keys[rest].argsort(kind="stable")][:_FIRST_PART]',
     ),
     Mutation(
         "try the first requests by their lines",
-        _CANDIDATES,
-        'return lines[own.argsort(kind="stable")], rest',
-        "return lines, rest",
+        _LINES,
+        "while place > 0 and keys[first[place - 1]] > keys[line]:",
+        "while False:",
     ),
     Mutation(
         "learn of no prefix that is cached later",
@@ -2200,13 +2200,13 @@ MUTATIONS = (
     Mutation(
         "what continues a stem that is gone forgets where it stood",
         _CURSORS,
-        "                    self._take_over(rest, cursor)\n",
-        "                    pass\n",
+        "                self._take_over(rest, cursor)\n",
+        "                pass\n",
     ),
     Mutation(
         "a line reads its own cursor though that is not live",
         _LINES,
-        "            number = above[number]\n        cached_pages[line]",
+        "            number = np.uint32(above[number])\n        cached_pages[line]",
         "            break\n        cached_pages[line]",
     ),
     Mutation(
@@ -2908,7 +2908,7 @@ MUTATIONS = (
     Mutation(
         "pressure: compute chunks by age alone",
         "sgl_jax/scheduler/step_builder.py",
-        "self._prefilling.sort(key=lambda row: -rank.running.priority[row])",
+        "self._prefilling.sort(key=rank.running.priority.__getitem__, reverse=True)",
         "self._prefilling.sort(key=lambda row: 0)",
     ),
     Mutation(
@@ -3410,9 +3410,9 @@ MUTATIONS = (
     ),
     Mutation(
         "store: try requests before their prefix has arrived",
-        "sgl_jax/scheduler/waiting/candidate_order.py",
-        "columns.is_waiting[:end] & ~columns.awaits_event[:end]",
-        "columns.is_waiting[:end]",
+        _LINES,
+        "is_waiting[line] and not awaits_event[line] and not",
+        "is_waiting[line] and not",
     ),
     Mutation(
         "store: try requests no more after their prefix has arrived",
@@ -3726,9 +3726,9 @@ MUTATIONS = (
     ),
     Mutation(
         "chunks: look for no short prompt that waits",
-        "sgl_jax/scheduler/waiting/waiting_queue.py",
-        "columns.num_lacking(dp_rank, lines, page_size) <= most_tokens\n",
-        "columns.num_lacking(dp_rank, lines, page_size) < 0\n",
+        _LINES,
+        "if num_lacking <= most_tokens or",
+        "if",
     ),
     Mutation(
         "chunks: start a long prompt in the short part",
@@ -3739,7 +3739,7 @@ MUTATIONS = (
     Mutation(
         "chunks: wait for the prefix of a prompt that gets no tokens",
         _IN_FLIGHT,
-        " or not self._is_served(row):\n",
+        " or not self._builder.is_served(row):\n",
         " or False:\n",
     ),
     Mutation(
@@ -3775,8 +3775,8 @@ MUTATIONS = (
     Mutation(
         "awaited: keep the key of the page behind a part that is published",
         "sgl_jax/scheduler/rank_scheduler.py",
-        "if known_length != length:",
-        "if key is None:",
+        "        if known_length == length:\n",
+        "        if key is not None:\n",
     ),
     Mutation(
         "in use: keep what was counted before a start",

@@ -107,7 +107,7 @@ def test_a_step_is_filled_and_the_oldest_prompt_gets_most_of_it(
     choose_rows = StepBuilder.choose_rows
 
     def watched(builder: StepBuilder) -> None:
-        wanted = {row: builder._count_left(row) for row in builder._prefilling}
+        wanted = {row: builder._needs[row][0] for row in builder._prefilling}
         choose_rows(builder)
         assert sum(builder.chunks.values()) == min(sum(wanted.values()), chunk)
         for row in list(wanted)[:1]:

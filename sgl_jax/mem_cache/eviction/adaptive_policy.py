@@ -14,7 +14,7 @@ Shadow caches (`shadow_caches.py`) count the hits of this order, LRU and LFU. On
 leads, the cache follows it: leaves in the leading shadow are evicted last.
 """
 
-from math import sqrt
+from math import inf, sqrt
 
 import numpy as np
 
@@ -108,10 +108,12 @@ class AdaptivePolicy(EvictionPolicy):
         return leaves[0] if leaves else None
 
     def _lowest_rate(self, leaves: list[TreeNode], now: int) -> TreeNode | None:
-        if len(leaves) == 1:
-            return leaves[0]
-        rates = (self.rate(leaf.num_uses, leaf.last_access, now) for leaf in leaves)
-        return min(zip(rates, range(len(leaves)), leaves, strict=True), default=(0, 0, None))[2]
+        lowest, least = inf, None
+        for leaf in leaves:
+            rate = self.rate(leaf.num_uses, leaf.last_access, now)
+            if rate < lowest:
+                lowest, least = rate, leaf
+        return least
 
     def _is_kept(self, leaf: TreeNode) -> bool:
         if not len(leaf.page_hashes):

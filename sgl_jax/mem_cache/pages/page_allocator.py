@@ -86,7 +86,9 @@ class PageAllocator:
     def alloc(self, num_pages: int, owner: int) -> Int32Array:
         """Take `num_pages` free pages for row `owner`; int32[num_pages]. Raise `OutOfPagesError`,
         changing nothing, if fewer are free."""
-        return self.alloc_each(np.full(num_pages, owner, np.int32))
+        owners = np.empty(num_pages, np.int32)
+        owners.fill(owner)  # in less time than `np.full` takes for a few
+        return self.alloc_each(owners)
 
     def alloc_each(self, owners: Int32Array) -> Int32Array:
         """Take one free page for each row in `owners` (repeats allowed); int32[len(owners)].

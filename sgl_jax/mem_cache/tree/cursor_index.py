@@ -95,8 +95,14 @@ class CursorIndex:
         cursor.num_followers -= 1
         parent = cursor.parent
         while parent is not None and not cursor.num_followers and len(cursor.children) < 2:
-            rest = next(iter(cursor.children.values()), None)
-            self._remove(cursor, parent, rest)
+            rest = next(iter(cursor.children.values())) if cursor.children else None
+            if rest is None:
+                del parent.children[cursor.key]
+            else:
+                self._extend(rest, cursor, parent)
+            if cursor.at is not None:
+                self._rest(cursor)
+            self.columns.free(cursor.number)
             if rest is not None:
                 break
             cursor, parent = parent, parent.parent
@@ -108,13 +114,18 @@ class CursorIndex:
         has_moved, self._has_moved = self._has_moved, False
         return has_moved
 
-    def has_filed(self, node: TreeNode, key: bytes | None) -> bool:
-        """Return whether a new child of `node` under `key` would move a cursor."""
-        return key is not None and self._waiting_for(node, key) is not None
+    def waiting_for(self, node: TreeNode, key: bytes | None) -> PrefixCursor | None:
+        """Return the stem that a new child of `node` under `key` would continue."""
+        cursor = self._stops.at_end(node)
+        if cursor is None or key is None:
+            return None
+        if cursor.end == node.end:
+            return cursor.children.get(key)
+        return cursor if cursor.next_key == key else None
 
     def filed(self, node: TreeNode, key: bytes | None, most: int) -> list[PrefixCursor]:
         """Return up to `most` followed cursors that a new child of `node` would move."""
-        stem = None if key is None else self._waiting_for(node, key)
+        stem = self.waiting_for(node, key)
         if stem is None:
             return []
         return list(islice((each for each in stem.stems() if each.num_followers), most))
@@ -127,7 +138,7 @@ class CursorIndex:
             watching = self._watchers.get(child.node_id, {}).values()
             standing = [live.resting() for live in watching]
         else:
-            stem = self._waiting_for(node, key)
+            stem = self.waiting_for(node, key)
             standing = [] if stem is None else [stem.stems()]
         count = 0
         for cursor in chain.from_iterable(standing):
@@ -140,7 +151,7 @@ class CursorIndex:
 
     def child_added(self, parent: TreeNode, child: TreeNode) -> None:
         """Continue stems into the edge of `child`, a new leaf below `parent`."""
-        cursor = self._waiting_for(parent, child.child_key)
+        cursor = self.waiting_for(parent, child.child_key)
         if cursor is not None:
             self._has_moved = True
             self._go_along(cursor, child, parent.end)
@@ -236,21 +247,13 @@ class CursorIndex:
             self._file(upper, node, end)
         return upper
 
-    def _remove(
-        self, cursor: PrefixCursor, parent: PrefixCursor, rest: PrefixCursor | None
-    ) -> None:
-        """Remove a stem at which no prompt ends. `rest` is its only continuation, if any."""
-        if rest is None:
-            del parent.children[cursor.key]
-        else:
-            self._attach(rest, parent, cursor.key)
-            if rest.at is None:
-                self.columns.above[rest.number] = parent.number
-                if cursor.at is not None:
-                    self._take_over(rest, cursor)
-        if cursor.at is not None:
-            self._rest(cursor)
-        self.columns.free(cursor.number)
+    def _extend(self, rest: PrefixCursor, cursor: PrefixCursor, parent: PrefixCursor) -> None:
+        """Let `rest`, the only continuation of the stem of `cursor`, take its place."""
+        self._attach(rest, parent, cursor.key)
+        if rest.at is None:
+            self.columns.above[rest.number] = parent.number
+            if cursor.at is not None:
+                self._take_over(rest, cursor)
 
     def _attach(self, cursor: PrefixCursor, parent: PrefixCursor, key: bytes) -> None:
         cursor.parent, cursor.key = parent, key
@@ -265,15 +268,6 @@ class CursorIndex:
         self._file(cursor, node, reached)  # at the same place: the last place freed is taken first
 
     # -- places of cursors --------------------------------------------------------------------
-
-    def _waiting_for(self, node: TreeNode, key: bytes) -> PrefixCursor | None:
-        """Return the stem that a child of `node` under `key` would continue."""
-        cursor = self._stops.at_end(node)
-        if cursor is None:
-            return None
-        if cursor.end == node.end:
-            return cursor.children.get(key)
-        return cursor if cursor.next_key == key else None
 
     def _go_along(self, cursor: PrefixCursor | None, node: TreeNode, start: int) -> None:
         """Move a stem, and its continuations, along the edge of `node` from `start`."""

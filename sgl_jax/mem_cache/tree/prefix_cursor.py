@@ -89,7 +89,11 @@ class PrefixCursor:
     @property
     def length(self) -> int:
         """Return the number of tokens that a match would find, whole pages; at most `matched`."""
-        return self.live.usable
+        cursor = self  # as in `live`, for many calls
+        while cursor.at is None:
+            assert cursor.parent is not None, "the first cursor is live"
+            cursor = cursor.parent
+        return cursor.usable
 
     @property
     def next_key(self) -> bytes | None:

@@ -153,7 +153,8 @@ class RadixCache:
         parent = node or self.tree.root
         if parent.is_withdrawn:
             return False
-        return next_key in parent.children or self.cursors.has_filed(parent, next_key)
+        is_there = next_key in parent.children
+        return is_there or self.cursors.waiting_for(parent, next_key) is not None
 
     def awaited_lens(
         self, node: TreeNode | None, next_key: bytes | None, tokens: Int32Array, most: int

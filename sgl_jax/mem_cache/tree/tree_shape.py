@@ -237,8 +237,8 @@ class TreeShape:
 
     def _merge_up(self, lower: TreeNode) -> None:
         """Merge the nodes above `lower` into it while allowed."""
-        while self.may_merge(parent_of(lower), lower):
-            self._merge(parent_of(lower), lower)
+        while self.may_merge(upper := parent_of(lower), lower):
+            self._merge(upper, lower)
 
     def _merge_into_only_child(self, upper: TreeNode) -> None:
         """Merge `upper` if its separating lock, value or other child is gone."""

@@ -20,8 +20,7 @@ import numpy as np
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import release_idle_lease
-from sgl_jax.scheduler.admission.in_flight import Leader
-from sgl_jax.scheduler.admission.step_room import Option, RankRoom
+from sgl_jax.scheduler.admission.step_room import Option, RankRoom, Trial
 from sgl_jax.scheduler.forecast.fits import NO_FLOOR, NO_LIMIT, Rooms
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.ranks import Ranks
@@ -158,7 +157,7 @@ class Admission:
                 num_following += 1
                 if num_following >= MAX_PUT_OFF:
                     offer.passed_by.append(request.line)
-            if num_staying == MAX_PUT_OFF or not (preemptible or offer.rooms["is_open"].any()):
+            if num_staying == MAX_PUT_OFF or not (preemptible or any(r.is_open for r in rooms)):
                 break
         return False
 
@@ -190,7 +189,7 @@ class Admission:
         for room in _allowed(rooms, request):
             cursor = cursors[room.dp_rank]
             num_read = room.rank.reusable_len(request, cursor)
-            leader = room.leader(request, cursor, num_read)
+            leader = room.in_flight.leader(request, cursor, num_read)
             if leader is not None:
                 self._waiting.follow(request, room.dp_rank, *leader)
                 room.rank.keep_branch(*leader)
@@ -307,28 +306,23 @@ class Admission:
         self, rooms: list[RankRoom], records: Rooms, request: Request, step: int
     ) -> Option | None:
         """Return the best rank for a request, even if it must wait; None if it fits no rank now."""
-        cursors, allowed = self._waiting.cursors(request), _allowed(rooms, request)
+        allowed = _allowed(rooms, request)
         # With one rank there is no cost to compare: skip the lookup in host memory.
-        bound, reads_host = _num_unskewed(rooms), len(allowed) > 1
-        most_short = self._waiting.most_short(request, records)
-
-        def option(
-            room: RankRoom, num_read: int, leader: Leader | None, num_pages: int | None = None
-        ) -> Option:
-            cursor, short = cursors[room.dp_rank], most_short[room.dp_rank]
-            return room.option(
-                request, cursor, num_read, leader, short, num_pages, bound, reads_host=reads_host
-            )
-
+        trial = Trial(
+            request,
+            self._waiting.cursors(request),
+            rooms[0].rank.num_pages_at_most(request),
+            self._waiting.most_short(request, records),
+            _num_unskewed(rooms),
+            reads_host=len(allowed) > 1,
+        )
         fitting, others = [], []
         for room in allowed:
-            cursor, short = cursors[room.dp_rank], most_short[room.dp_rank]
-            num_read, leader = room.reads(request, cursor)
-            num_pages = room.pages_to_start(request, cursor, num_read, short)
+            num_read, leader, num_pages = room.try_here(trial)
             if num_pages is None:
                 others.append((room, num_read, leader))
             else:
-                fitting.append(option(room, num_read, leader, num_pages))
+                fitting.append(room.option(trial, num_read, leader, num_pages))
         if not fitting:
             return None
         stayed = self._waiting.stays_for(request)
@@ -338,7 +332,11 @@ class Admission:
             return next((o for o in fitting if o.dp_rank == stayed), in_turn)
         cheapest = min(fitting)
         # Only a longer prefix is worth a wait.
-        longer = (option(*each) for each in others if each[1] > cheapest.num_read)
+        longer = [
+            room.option(trial, num_read, leader)
+            for room, num_read, leader in others
+            if num_read > cheapest.num_read
+        ]
         best = min([*fitting, *longer])
         if best.fits or best.leader is not None:
             return best
@@ -369,7 +367,7 @@ def _may_preempt(builder: StepBuilder, below: int) -> bool:
 
 def _num_unskewed(rooms: list[RankRoom]) -> int:
     """Return the number of requests that a rank may run before further ones count as too many."""
-    least = min(room.num_running for room in rooms)
+    least = min([room.num_running for room in rooms])
     return int(least + max(MAX_SKEW_REQUESTS, MAX_SKEW_SHARE * least))
 
 

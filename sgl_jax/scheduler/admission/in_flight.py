@@ -11,13 +11,14 @@ a step, since a step that computes less ends sooner. If the step cannot complete
 the wait does not delay its first token.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor, common_prefix_len
-from sgl_jax.scheduler.rank_scheduler import RankScheduler
+from sgl_jax.mem_cache.tree_node import TreeNode
 from sgl_jax.scheduler.request import Request
+from sgl_jax.scheduler.step_builder import StepBuilder
 
 # A step's fixed time equals the time of `chunk_size` / `_STEP_PRICE_PART` prompt tokens.
 _STEP_PRICE_PART = 8
@@ -31,57 +32,60 @@ class Leader(NamedTuple):
 
 
 class InFlight:
-    """The remaining prompts of one rank's prefilling requests, as of one step.
+    """The remaining prompts of one rank's prefilling requests, as of one step: `builder`'s."""
 
-    Args:
-        rank: the rank of the running requests.
-        rows: rows of the prefilling requests, the highest priority first, then the oldest.
-        chunk_size: prompt tokens of a step.
-        num_tokens_left: returns the tokens that the step has left for a request, by priority,
-            tenant and number of tokens to compute.
-        is_served: returns whether a row gets prompt tokens of the step.
-    """
-
-    def __init__(
-        self,
-        rank: RankScheduler,
-        rows: Sequence[int],
-        chunk_size: int,
-        num_tokens_left: Callable[[int, int, int], int],
-        is_served: Callable[[int], bool],
-    ) -> None:
-        self._rank = rank
-        self._num_tokens_left = num_tokens_left
-        self._is_served = is_served
-        self._page_size = rank.memory.page_size
-        self._step_price = chunk_size // _STEP_PRICE_PART
-        # Row by the tree's node at the end of its published part, and the key of the next page.
-        self._rows: dict[tuple[int, bytes], int] = {}
-        self._node_ids: set[int] = set()  # the nodes in `_rows`
+    def __init__(self, builder: StepBuilder) -> None:
+        self._builder, self._rank = builder, builder.rank
+        self._page_size = builder.rank.memory.page_size
+        self._step_price = builder.chunk_size // _STEP_PRICE_PART
+        # By the tree's node at the end of their published part: rows in order, until a request is
+        # tried that continues there; and those that were there then, by the key of the next page.
+        self._unread: dict[int, list[int]] | None = None  # until a request is tried
+        self._rows: dict[int, dict[bytes, int]] = {}
         # Rows that share the beginning of another row's tokens: by that row, the number of shared
         # tokens, and the key of the next page.
         self._branches: dict[tuple[int, int, bytes], int] = {}
-        for row in rows:
-            self.add(row)
 
     def add(self, row: int) -> None:
-        """Add the request that prefills in `row`. If two share a beginning, the one of higher
-        priority leads, else the first."""
-        rank, memory = self._rank, self._rank.memory
-        request, lease = rank.running.request(row), memory.leases[row]
-        if request.kept_len:
+        """Add the request that has started in `row`."""
+        if self._unread is not None:
+            self._list([row], self._unread)
+
+    def _list(self, rows: Sequence[int], unread: dict[int, list[int]]) -> None:
+        leases, root = self._rank.memory.leases, self._rank.memory.cache.tree.root
+        for row in rows:
+            node = leases[row].node or root
+            unread.setdefault(node.node_id, []).append(row)
+
+    def _list_all(self) -> dict[int, list[int]]:
+        unread: dict[int, list[int]] = {}
+        if self._builder.is_prefilling:
+            self._unread = unread
+            self._list(self._builder.prefilling_rows(), unread)
+        return unread
+
+    def _rows_behind(self, node: TreeNode, unread: list[int]) -> dict[bytes, int]:
+        """Return the rows that lead behind `node`, by the key of their next page: of several, the
+        one of the highest priority, else the first. `unread` are listed there."""
+        found = self._rows.setdefault(node.node_id, {})
+        for row in unread:
+            self._read(row, found)
+        unread.clear()
+        return found
+
+    def _read(self, row: int, found: dict[bytes, int]) -> None:
+        rank, running = self._rank, self._rank.running
+        if running.request(row).kept_len:
             return  # a later turn of a session publishes only after it succeeds
-        start, end = lease.cache_protected_len, rank.running.score_start[row]
-        if min(rank.running.known_len[row], end) < start + self._page_size:
+        start = rank.memory.leases[row].cache_protected_len
+        if min(running.known_len[row], running.score_start[row]) < start + self._page_size:
             return
         key = rank.next_key(row)
         if key is None:
             return
-        place = (lease.node or memory.cache.tree.root).node_id, key
-        first = self._rows.setdefault(place, row)
-        self._node_ids.add(place[0])
-        if rank.running.priority[row] > rank.running.priority[first]:
-            self._rows[place], first, row = row, row, first
+        first = found.setdefault(key, row)
+        if running.priority[row] > running.priority[first]:
+            found[key], first, row = row, row, first
         if first != row:
             self._add_branch(first, row, start)
 
@@ -102,24 +106,27 @@ class InFlight:
             cursor: the cursor of its tokens on the rank's tree.
             num_read: tokens that it could read if it started now.
         """
-        memory = self._rank.memory
-        if not self._rows or not memory.can_keep_state:
-            return None  # no recurrent state is kept there, so nothing can resume from it
-        for node, key in cursor.places(self._node_ids):
-            first = self._rows.get((node.node_id, key))
+        unread = self._list_all() if self._unread is None else self._unread
+        if not unread:
+            return None
+        running, memory = self._rank.running, self._rank.memory
+        for node, key in cursor.places(unread):
+            first = self._rows_behind(node, unread[node.node_id]).get(key)
             if first is None:
                 continue
+            if not memory.can_keep_state:
+                return None  # nothing could go on from where the row comes past
             tokens = request.matchable()
             row, shared = self._furthest(first, tokens, node.end)
-            if self._rank.running.priority[row] < request.priority or not self._is_served(row):
-                continue  # other requests may get the step's prompt tokens first
+            if running.priority[row] < request.priority or not self._builder.is_served(row):
+                continue  # others may get the step's prompt tokens before it, and delay it
             length = shared // self._page_size * self._page_size
             num_saved = length - num_read
             # A wait gains nothing for tokens that the row has already published.
             if length <= node.end or num_saved <= 0:
                 continue
             num_wanted = len(request.tokens) - num_read
-            num_left = self._num_tokens_left(request.priority, request.tenant, num_wanted)
+            num_left = self._builder.num_tokens_left(request.priority, request.tenant, num_wanted)
             num_starts = -(-num_left // num_wanted)
             num_alike = memory.cache.cursors.num_awaiting(node, key, num_starts)
             if num_alike * num_saved >= min(num_left, self._step_price):

@@ -45,6 +45,17 @@ class Option(NamedTuple):
     leader: Leader | None = None  # computes a part of the request's prefix
 
 
+class Trial(NamedTuple):
+    """A waiting request that is tried on several ranks."""
+
+    request: Request
+    cursors: Sequence[PrefixCursor]  # by rank
+    most_pages: int  # that it takes to start if no running request has its prefix in use
+    most_short: Sequence[int]  # of these, pages that each rank lacks: see `pages_short`
+    num_unskewed: int  # more requests on a rank are too many
+    reads_host: bool  # whether the cost takes account of the host's memory
+
+
 class RankRoom:
     """The capacity of one rank in the step being planned.
 
@@ -66,8 +77,9 @@ class RankRoom:
     ) -> None:
         self.rank: RankScheduler = builder.rank
         self.dp_rank = builder.rank.dp_rank
-        self.num_staying = 0  # requests that wait for room here though other ranks have room
-        self._staying_pages = 0  # pages that these take
+        self.num_staying = 0  # requests that wait for room here though other ranks have it
+        self._staying_pages = 0  # that these take
+        self.in_flight = InFlight(builder)
         self._builder = builder
         self._waiting = waiting
         self._forecast = forecast
@@ -83,7 +95,6 @@ class RankRoom:
         self.is_open = False
         # Computed when they are first read.
         self._sorted_ends: Int32Array | None = None
-        self._in_flight: InFlight | None = None
         self._preemptible: Preemptible | None = None
         self._look()
         num_left = self.rank.memory.num_reclaimable_pages
@@ -134,97 +145,58 @@ class RankRoom:
         """Return the pages that `request` lacks if it takes `num_pages` here; <= 0 if none."""
         return self._waiting.pages_short(request, self._rooms, self.dp_rank, num_pages)
 
-    def takes(self, request: Request, num_read: int) -> bool:
-        """Return whether `request` can start in this step if it has enough pages, reading
-        `num_read` tokens."""
-        num_tokens = len(request.tokens) - num_read
-        return self.is_open and self._builder.takes(request.priority, request.tenant, num_tokens)
-
     @property
     def open_tenants(self) -> BoolArray | bool:
         """Return whether a tenant's next prompt gets tokens at any length, by number or for all."""
         open_tenants = self._builder.open_tenants
         return False if open_tenants is None else open_tenants
 
-    def reads(self, request: Request, cursor: PrefixCursor) -> tuple[int, Leader | None]:
-        """Return the tokens that `request` would read here, and the row that computes some of them
-        first, if that is worth the wait."""
+    def try_here(self, trial: Trial) -> tuple[int, Leader | None, int | None]:
+        """Return the tokens that the request would read here, the row that computes some of them
+        first, if that is worth the wait, and the pages that it takes to start in this step, or an
+        upper bound if that fits; None if it cannot start."""
+        request, cursor = trial.request, trial.cursors[self.dp_rank]
         num_read = self.rank.reusable_len(request, cursor)
-        leader = self.leader(request, cursor, num_read)
-        return (num_read if leader is None else leader.length), leader
+        leader = self.in_flight.leader(request, cursor, num_read)
+        if leader is not None:
+            num_read = leader.length
+        num_tokens = len(request.tokens) - num_read
+        if self.is_open and self._builder.takes(request.priority, request.tenant, num_tokens):
+            num_pages, short = self._pages(trial)
+            if short <= 0:
+                return num_read, leader, num_pages
+        return num_read, leader, None
 
-    def pages_to_start(
-        self, request: Request, cursor: PrefixCursor, num_read: int, most_short: int
-    ) -> int | None:
-        """Return the pages that `request` takes to start here in this step, or an upper bound if
-        that fits; None if it cannot start. It reads `num_read` of its tokens, and lacks
-        `most_short` pages if no running request has its prefix in use."""
-        if not self.takes(request, num_read):
-            return None
-        num_pages, short = self._pages(request, cursor, most_short)
-        return num_pages if short <= 0 else None
-
-    def _pages(self, request: Request, cursor: PrefixCursor, most_short: int) -> tuple[int, int]:
-        """Return the pages that `request` takes to start here and the pages that it lacks (<= 0 if
-        none), or upper bounds of both if it fits."""
-        num_pages = self.rank.num_pages_at_most(request)
+    def _pages(self, trial: Trial) -> tuple[int, int]:
+        """Return the pages that the request takes to start here and the pages that it lacks (<= 0
+        if none), or upper bounds of both if it fits."""
+        num_pages, most_short = trial.most_pages, trial.most_short[self.dp_rank]
         # Usually there are enough pages, however much of its prefix is in use.
-        if most_short <= 0 or not (num_in_use := self.rank.memory.num_pages_in_use(cursor)):
+        cursor, memory = trial.cursors[self.dp_rank], self.rank.memory
+        if most_short <= 0 or not (num_in_use := memory.num_pages_in_use(cursor)):
             return num_pages, most_short
         num_pages -= num_in_use
-        return num_pages, self.pages_short(request, num_pages)
+        return num_pages, self.pages_short(trial.request, num_pages)
 
     def option(
-        self,
-        request: Request,
-        cursor: PrefixCursor,
-        num_read: int,
-        leader: Leader | None,
-        most_short: int,
-        num_pages: int | None,
-        num_unskewed: int,
-        *,
-        reads_host: bool,
+        self, trial: Trial, num_read: int, leader: Leader | None, num_pages: int | None = None
     ) -> Option:
-        """Return the cost of running `request` here, with or without room for it.
-
-        Args:
-            request: a waiting request.
-            cursor: the cursor of its tokens on the rank's tree.
-            num_read, leader: the tokens that it would read, and the row that computes some of them
-                first.
-            most_short: pages that it lacks if no running request has its prefix in use.
-            num_pages: the result of `pages_to_start`.
-            num_unskewed: more requests than this on the rank are too many.
-            reads_host: whether the cost considers host memory.
-        """
+        """Return the cost of running the request here, with or without room for it. `num_read`,
+        `leader` and `num_pages` are from `try_here`."""
         num_ahead = self._builder.num_prefill_tokens
-        if self.num_running > num_unskewed:
-            num_ahead += self.chunk_size * (self.num_running - num_unskewed)
+        if self.num_running > trial.num_unskewed:
+            num_ahead += self.chunk_size * (self.num_running - trial.num_unskewed)
         fits = num_pages is not None
         if num_pages is None:
-            num_pages, short = self._pages(request, cursor, most_short)
+            num_pages, short = self._pages(trial)
             if not self.has_row or short > 0:
                 num_ahead += self.chunk_size * self._steps_to_room(num_pages)
         num_spared = 0
-        if leader is None and reads_host:
-            num_spared = self.rank.host.num_spared(request, num_read)
-        cost = len(request.tokens) - num_read - num_spared + num_ahead
+        if leader is None and trial.reads_host:
+            num_spared = self.rank.host.num_spared(trial.request, num_read)
+        cost = len(trial.request.tokens) - num_read - num_spared + num_ahead
         is_full = self._peak + num_pages > FULL_PART * self._num_total
         return Option(cost, is_full, self.num_running, self.dp_rank, fits, num_read, leader)
-
-    def leader(self, request: Request, cursor: PrefixCursor, num_read: int) -> Leader | None:
-        """Return the row that computes more of the request's tokens here than the `num_read`
-        present, if worth the wait."""
-        if not self._builder.is_prefilling:
-            return None
-        if self._in_flight is None:
-            rows = self._builder.prefilling_rows()
-            builder = self._builder
-            self._in_flight = InFlight(
-                self.rank, rows, self.chunk_size, builder.num_tokens_left, builder.is_served
-            )
-        return self._in_flight.leader(request, cursor, num_read)
 
     def fetch(self, request: Request, cursor: PrefixCursor) -> tuple[int, int] | None:
         """Fetch the request's prefix from the host if faster; return its row and length."""
@@ -282,7 +254,7 @@ class RankRoom:
         for row in rows:
             self._builder.preempt(row)
         self._most_growth = self.rank.memory.allocator.num_pages  # without a bound
-        self._in_flight = None
+        self.in_flight = InFlight(self._builder)
         ends = self.rank.expected_steps_to_ends()
         self._soonest_end = int(ends.min()) if len(ends) else None
         self.is_counted = False
@@ -300,8 +272,7 @@ class RankRoom:
         self._soonest_end = end if self._soonest_end is None else min(self._soonest_end, end)
         self._look()
         self._note_pages()
-        if self._in_flight is not None:
-            self._in_flight.add(row)
+        self.in_flight.add(row)
 
     def _steps_to_room(self, num_pages: int) -> int:
         """Return the steps until the rank has rows and pages for the requests deferred to it, and

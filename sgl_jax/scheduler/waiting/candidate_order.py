@@ -31,6 +31,7 @@ from sgl_jax.scheduler.waiting.waiting_lines import (
     MOST_LEVELS,
     NUM_REUSES,
     alike_lines,
+    first_lines,
     least_pages,
     order_keys,
     reuse_order,
@@ -157,7 +158,7 @@ class CandidateOrder:
         """Yield the lines that have a key in the order of their keys, in two parts. Usually only
         the first part is tried, or no rank has prompt tokens left for the second."""
         columns, rest = self._columns, (keys != LAST).nonzero()[0]
-        for most in (_FIRST_PART, len(rest)):
+        for is_first in (True, False):
             rest = with_tokens(
                 rest,
                 offer.rooms,
@@ -167,8 +168,11 @@ class CandidateOrder:
                 columns.tenant,
                 offer.open_tenants,
             )
-            part, rest = _sorted_part(rest, keys, most)
-            yield part
+            if is_first:
+                part, rest = first_lines(rest, keys, _FIRST_PART)
+                yield part
+            else:
+                yield rest[keys[rest].argsort(kind="stable")]
 
     def _least_pages(self, rooms: Rooms, ranks: IntpArray, step: int) -> Int32Array:
         """Return int32[len(ranks), end], minimum pages of each line; `NEVER` if it may not
@@ -179,7 +183,8 @@ class CandidateOrder:
             ranks,
             rooms["is_open"],
             step,
-            columns.is_waiting[:end] & ~columns.awaits_event[:end],
+            columns.is_waiting,
+            columns.awaits_event,
             columns.has_leader,
             columns.stay_until,
             columns.stay_rank,
@@ -285,13 +290,3 @@ class CandidateOrder:
             stems.end_pages,
         )
         return order
-
-
-def _sorted_part(lines: IntpArray, keys: Int64Array, most: int) -> tuple[IntpArray, IntpArray]:
-    """Return about `most` of the lines with the lowest keys, sorted, and the rest. Lines with equal
-    keys stay together, in the same order on every host."""
-    own, rest = keys[lines], lines[:0]
-    if len(lines) > most:
-        is_first = own <= np.partition(own, most)[most]
-        lines, rest, own = lines[is_first], lines[~is_first], own[is_first]
-    return lines[own.argsort(kind="stable")], rest

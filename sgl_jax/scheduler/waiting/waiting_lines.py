@@ -45,10 +45,10 @@ def read_cursors(
     these."""
     assert len(cursor) == len(cached_pages)
     for line in range(len(cursor)):
-        number = cursor[line]
-        assert 0 <= number < len(above)
+        assert 0 <= cursor[line] < len(above)
+        number = np.uint32(cursor[line])  # without a sign, an index needs no test for it
         while above[number] >= 0:
-            number = above[number]
+            number = np.uint32(above[number])
         cached_pages[line] = usable_pages[number]
 
 
@@ -154,8 +154,8 @@ def drop_leaders(
 
 
 @compiled(
-    "(int64, int64[::1], boolean[:], int64, boolean[::1], boolean[::1], int64[::1], int32[::1], "
-    "boolean[:, ::1], int64[:], needs[::1], int32[:, ::1])",
+    "(int64, int64[::1], boolean[:], int64, boolean[::1], boolean[::1], boolean[::1], int64[::1], "
+    "int32[::1], boolean[:, ::1], int64[:], needs[::1], int32[:, ::1])",
     needs=NEED,
 )
 def least_pages(
@@ -163,7 +163,8 @@ def least_pages(
     ranks: IntpArray,
     is_open: BoolArray,
     step: int,
-    may_start: BoolArray,
+    is_waiting: BoolArray,
+    awaits_event: BoolArray,
     has_leader: BoolArray,
     stay_until: Int64Array,
     stay_rank: Int32Array,
@@ -183,25 +184,57 @@ def least_pages(
         step: the step being planned. The following parameters are the queue's columns.
         floor: int64[all ranks]; a line starts there only if its priority is above.
     """
-    least = np.full((len(ranks), end), _NEVER, np.int32)
-    assert end <= len(may_start)
+    least = np.empty((len(ranks), end), np.int32)
+    num_pages, stays = np.empty(end, np.int32), np.empty(end, np.int32)
+    priority = np.empty(end, np.int64)
+    assert end <= len(is_waiting)
     assert end <= len(needs)
     assert len(is_open) == len(floor)
-    for k in range(len(ranks)):
-        assert 0 <= ranks[k] < len(may_run)
     for line in range(end):
-        if not may_start[line] or has_leader[line]:
-            continue
         stays_for = stay_rank[line] if stay_until[line] > step else _NO_RANK
         assert stays_for < len(is_open)
+        is_tried = is_waiting[line] and not awaits_event[line] and not has_leader[line]
         if stays_for != _NO_RANK and not is_open[stays_for]:
-            continue
-        for k in range(len(ranks)):
-            may_stay = stays_for == _NO_RANK or stays_for == ranks[k]
-            is_above = needs[line].priority > floor[ranks[k]]
-            if may_stay and may_run[ranks[k], line] and is_above:
-                least[k, line] = needs[line].pages - cached_pages[ranks[k], line]
+            is_tried = False
+        num_pages[line] = needs[line].pages if is_tried else _NEVER
+        stays[line], priority[line] = stays_for, needs[line].priority
+    for k in range(len(ranks)):
+        rank = ranks[k]
+        assert 0 <= rank < len(may_run)
+        own, may_run_here, cached = least[k], may_run[rank], cached_pages[rank]
+        for line in range(end):  # without branches: several lines at once
+            may_stay = (stays[line] == _NO_RANK) | (stays[line] == rank)
+            may_take = may_stay & may_run_here[line] & (priority[line] > floor[rank])
+            may_take &= num_pages[line] < _NEVER
+            own[line] = num_pages[line] - cached[line] if may_take else _NEVER
     return least
+
+
+@compiled(
+    "(int64, boolean[::1], boolean[::1], needs[::1], int32[::1], int64, int64, int32[::1], "
+    "boolean[::1])",
+    needs=NEED,
+)
+def has_short(
+    end: int,
+    is_waiting: BoolArray,
+    has_leader: BoolArray,
+    needs: Needs,
+    cached_pages: Int32Array,
+    page_size: int,
+    most_tokens: int,
+    tenant: Int32Array,
+    open_tenants: BoolArray,
+) -> bool:
+    """See `WaitingQueue.has_short`; `cached_pages` are of the rank, the others the columns."""
+    assert end <= len(cached_pages)
+    for line in range(end):
+        if is_waiting[line] and not has_leader[line]:
+            assert 0 <= tenant[line] < len(open_tenants)
+            num_lacking = needs[line].tokens - cached_pages[line] * page_size
+            if num_lacking <= most_tokens or open_tenants[tenant[line]]:
+                return True
+    return False
 
 
 @compiled(
@@ -250,6 +283,35 @@ def order_keys(
         key = (key << _TURN_BITS) + min(turn[line], MOST_TURNS)
         keys[line] = (key << _ARRIVAL_BITS) + min(arrival[line] - first_arrival, MOST_ARRIVALS)
     return keys
+
+
+@compiled("(int64[::1], int64[::1], int64)")
+def first_lines(lines: IntpArray, keys: Int64Array, most: int) -> tuple[IntpArray, IntpArray]:
+    """Return the `most` of `lines` with the lowest keys, sorted, and the others. Of lines with
+    equal keys, the first come first."""
+    first, num_first = np.empty(most + 1, np.intp), 0
+    for line in lines:
+        assert 0 <= line < len(keys)
+        place = num_first
+        while place > 0 and keys[first[place - 1]] > keys[line]:
+            first[place] = first[place - 1]
+            place -= 1
+        if place < most:
+            first[place] = line
+            num_first = min(num_first + 1, most)
+    rest, num_rest = np.empty(len(lines) - num_first, np.intp), 0
+    last, num_last = LAST, 0  # the highest key of the first lines, and the lines that have it
+    for i in range(num_first - 1, -1, -1):
+        if num_last == 0:
+            last = keys[first[i]]
+        num_last += keys[first[i]] == last
+    for line in lines:
+        if keys[line] == last and num_last > 0:
+            num_last -= 1
+        elif keys[line] >= last:
+            rest[num_rest] = line
+            num_rest += 1
+    return first[:num_first], rest
 
 
 @compiled(

@@ -19,7 +19,7 @@ from sgl_jax.scheduler.forecast.output_lengths import MOMENTS, OutputLengths
 from sgl_jax.scheduler.preemption import Preemptible
 from sgl_jax.scheduler.priority_counts import PriorityCounts
 from sgl_jax.scheduler.request import Request
-from sgl_jax.scheduler.tenants import Tenants
+from sgl_jax.scheduler.tenants import MAX_TENANTS, Tenants
 from sgl_jax.scheduler.waiting.candidate_order import CandidateOrder, Levels, Offer
 from sgl_jax.scheduler.waiting.wait_reason import WaitKind
 from sgl_jax.scheduler.waiting.waiting_columns import WaitingColumns
@@ -27,11 +27,13 @@ from sgl_jax.scheduler.waiting.waiting_lines import (
     COUNTED_KINDS,
     count_kinds,
     drop_leaders,
+    has_short,
     pass_over,
 )
 
 # A request is due once this many later requests of its priority or a lower one started before it.
 MAX_PASSED_OVER = 128
+_NO_TENANTS: BoolArray = np.zeros(MAX_TENANTS + 1, np.bool_)
 
 
 class WaitingQueue:
@@ -296,14 +298,21 @@ class WaitingQueue:
     def has_short(self, dp_rank: int, most_tokens: int, open_tenants: BoolArray | None) -> bool:
         """Return whether a request that waits for no prefix has at most `most_tokens` tokens to
         compute on a rank, or a tenant, by number, of `open_tenants`."""
-        columns, lines = self._columns, slice(self._columns.end)
+        columns = self._columns
         self._take_moves()
-        self._drop_leaders(lines)
-        page_size = self._memories[dp_rank].page_size
-        is_short = columns.num_lacking(dp_rank, lines, page_size) <= most_tokens
-        if open_tenants is not None:
-            is_short |= open_tenants[columns.tenant[lines]]
-        return bool((is_short & columns.is_waiting[lines] & ~columns.has_leader[lines]).any())
+        self._drop_leaders(slice(columns.end))
+        found: bool = has_short(
+            columns.end,
+            columns.is_waiting,
+            columns.has_leader,
+            columns.needs,
+            columns.cached_pages[dp_rank],
+            self._memories[dp_rank].page_size,
+            most_tokens,
+            columns.tenant,
+            _NO_TENANTS if open_tenants is None else open_tenants,
+        )
+        return found
 
     @property
     def highest_priority(self) -> int | None:

@@ -5,8 +5,7 @@ import pytest
 
 from sgl_jax.core.step_plan import BoolArray
 from sgl_jax.scheduler.forecast.fits import NEVER, Int64Array
-from sgl_jax.scheduler.waiting.candidate_order import _sorted_part
-from sgl_jax.scheduler.waiting.waiting_lines import LAST, MOST_ARRIVALS, order_keys
+from sgl_jax.scheduler.waiting.waiting_lines import LAST, MOST_ARRIVALS, first_lines, order_keys
 from tests.scheduler.waiting.test_waiting_queue import Queue
 
 # Around the size of the first part, 64, which is sorted by itself.
@@ -21,10 +20,10 @@ def test_lines_come_by_their_keys_and_those_without_one_are_left_out(
     keys = np.full(count + num_left_out, LAST, np.int64)
     lines = np.random.default_rng(count).permutation(len(keys))[:count]
     keys[lines] = np.arange(count) << 40
-    first, rest = _sorted_part((keys != LAST).nonzero()[0], keys, 64)
-    last, none = _sorted_part(rest, keys, len(rest))
+    first, rest = first_lines((keys != LAST).nonzero()[0], keys, 64)
+    last, none = first_lines(rest, keys, len(rest))
     assert np.concatenate((first, last)).tolist() == lines.tolist()
-    assert len(first) == min(count, 65)
+    assert len(first) == min(count, 64)
     assert not len(none)
 
 
