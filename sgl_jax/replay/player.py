@@ -44,7 +44,7 @@ class Player:
         self._decision: Decision | None = None  # decision of the last event, until it is compared
         try:
             self.scheduler = RecordedScheduler(
-                started.sizes, started.args, self._keep, started.max_passed_over
+                started.sizes, started.args, self._keep, started.max_skip_count
             )
         except (ValueError, IndexError, MemoryError) as error:
             raise RecordingError(f"no scheduler can be made of its sizes: {error}") from error

@@ -21,16 +21,16 @@ from sgl_jax.core.step_plan import (
 )
 from sgl_jax.mem_cache.row_growth import commit_rows
 from sgl_jax.scheduler.draft_policy import rate_drafts
-from sgl_jax.scheduler.gained_outputs import GainedOutputs
-from sgl_jax.scheduler.kept_states import record_starts
-from sgl_jax.scheduler.launched_rows import (
+from sgl_jax.scheduler.in_flight_rows import (
     GOES_ON,
     STOPPED,
-    LaunchedRows,
+    InFlightRows,
     Records,
     append,
     split_gains,
 )
+from sgl_jax.scheduler.kept_states import record_starts
+from sgl_jax.scheduler.output_buffer import OutputBuffer
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
@@ -39,9 +39,9 @@ from sgl_jax.scheduler.request import Request
 def apply_result(
     ranks: Ranks,
     plan: StepPlan,
-    launched: LaunchedRows,
+    launched: InFlightRows,
     results: Sequence[RankResult],
-    outputs: GainedOutputs,
+    outputs: OutputBuffer,
 ) -> tuple[list[Request], int]:
     """Apply the results of `plan`, which was launched with `launched`; add new tokens to `outputs`.
 

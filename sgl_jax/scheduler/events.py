@@ -236,7 +236,7 @@ class Started(msgspec.Struct, frozen=True, tag=True):
 
     sizes: EngineSizes
     args: SchedulerArgs
-    max_passed_over: int
+    max_skip_count: int = msgspec.field(name="max_passed_over")  # its name in recordings
 
 
 class SessionReply(msgspec.Struct, frozen=True, tag=True):

@@ -6,7 +6,7 @@ from sgl_jax.core.step_plan import Int32Array, RowIndex, StepPlan
 from sgl_jax.mem_cache.pages.req_to_token_pool import NO_STATE
 from sgl_jax.mem_cache.release import publish_prefix
 from sgl_jax.mem_cache.row_states import free_passed_snapshots
-from sgl_jax.scheduler.launched_rows import Records
+from sgl_jax.scheduler.in_flight_rows import Records
 from sgl_jax.scheduler.ranks import Ranks
 
 

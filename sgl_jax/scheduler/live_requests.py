@@ -15,7 +15,7 @@ from sgl_jax.core.shares import Shares, tenant_text
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.scheduler.deadlines import Deadlines
 from sgl_jax.scheduler.events import Expect, GrammarReady
-from sgl_jax.scheduler.gained_outputs import GainedOutputs
+from sgl_jax.scheduler.output_buffer import OutputBuffer
 from sgl_jax.scheduler.program_gate import ProgramGate
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.ranks import Ranks
@@ -46,8 +46,8 @@ class LiveRequests:
         ranks: Ranks,
         sizes: EngineSizes,
         args: SchedulerArgs,
-        max_passed_over: int,
-        outputs: GainedOutputs,
+        max_skip_count: int,
+        outputs: OutputBuffer,
     ) -> None:
         """Start without requests; `outputs` gets the last outputs of requests that end early."""
         self.args = args
@@ -67,7 +67,7 @@ class LiveRequests:
             ranks.tenants,
             ranks.output_lengths,
             lambda request: any(host.awaits_store(request) for host in hosts),
-            max_passed_over,
+            max_skip_count,
         )
         self.gate = ProgramGate()
         self.deadlines = Deadlines(args.waiting_timeout, args.request_timeout)

@@ -108,7 +108,7 @@ class RankOffload:
         """Return whether the request waits for a pending lookup or load on this rank."""
         if self.store is None or not self._waits_for_store:
             return False
-        return request.rid in self.store.awaited
+        return request.rid in self.store.pending
 
     def take_released(self) -> list[str]:
         """Return the ids of requests that stopped waiting for the store since the last call."""

@@ -20,7 +20,7 @@ from sgl_jax.mem_cache.pages.req_to_token_pool import RowTables
 from sgl_jax.scheduler.forecast.fits import NO_FLOOR, NO_LIMIT, ROOM, Rooms
 from sgl_jax.scheduler.forecast.forecast import Forecast
 from sgl_jax.scheduler.forecast.output_lengths import OutputLengths
-from sgl_jax.scheduler.launched_rows import ROW, Records
+from sgl_jax.scheduler.in_flight_rows import ROW, Records
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.running_rows import RowColumns
 from sgl_jax.scheduler.tenants import Tenants

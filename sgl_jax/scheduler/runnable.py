@@ -14,8 +14,8 @@ from sgl_jax.core.step_plan import Int32Array, IntpArray, RowIndex
 from sgl_jax.mem_cache.pages.req_to_token_pool import RowTables
 from sgl_jax.mem_cache.release import free_passed_window_pages
 from sgl_jax.mem_cache.row_growth import grow_rows
+from sgl_jax.scheduler.in_flight_rows import ROW, Records
 from sgl_jax.scheduler.kept_states import keep_up_with_rows
-from sgl_jax.scheduler.launched_rows import ROW, Records
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.running_rows import RowColumns
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_jax.core.step_plan import BoolArray, Float32Array, Int32Array, RowIndex
-from sgl_jax.scheduler.launched_rows import NOT_SCORED, ROW, TOKEN_BLOCK, Records
+from sgl_jax.scheduler.in_flight_rows import NOT_SCORED, ROW, TOKEN_BLOCK, Records
 from sgl_jax.scheduler.priority_counts import PriorityCounts
 from sgl_jax.scheduler.request import Request
 

@@ -58,10 +58,10 @@ from sgl_jax.scheduler.events import (
 )
 from sgl_jax.scheduler.forced_retract import ForcedRetract
 from sgl_jax.scheduler.forecast.fits import Rooms
-from sgl_jax.scheduler.gained_outputs import GainedOutputs
-from sgl_jax.scheduler.launched_rows import LaunchedRows
+from sgl_jax.scheduler.in_flight_rows import InFlightRows
 from sgl_jax.scheduler.live_requests import LiveRequests
 from sgl_jax.scheduler.non_finite import NonFiniteRows
+from sgl_jax.scheduler.output_buffer import OutputBuffer
 from sgl_jax.scheduler.rank_offload import RankOffload
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request, RequestState
@@ -70,7 +70,7 @@ from sgl_jax.scheduler.step_arrays import build_plan
 from sgl_jax.scheduler.step_builder import StepBuilder
 from sgl_jax.scheduler.tenants import TenantCounts
 from sgl_jax.scheduler.waiting.wait_reason import WaitKind, WaitReason
-from sgl_jax.scheduler.waiting.waiting_queue import MAX_PASSED_OVER
+from sgl_jax.scheduler.waiting.waiting_queue import MAX_SKIP_COUNT
 from sgl_jax.sessions.saving import SavedSession
 from sgl_jax.sessions.store import SessionStore
 
@@ -82,7 +82,7 @@ class Scheduler:
     """All requests of an engine of the given sizes, over all its data-parallel ranks."""
 
     def __init__(
-        self, sizes: EngineSizes, args: SchedulerArgs, max_passed_over: int = MAX_PASSED_OVER
+        self, sizes: EngineSizes, args: SchedulerArgs, max_skip_count: int = MAX_SKIP_COUNT
     ) -> None:
         if sizes.max_chunk_tokens < 1:
             raise ValueError(
@@ -97,11 +97,11 @@ class Scheduler:
         compile_loops()
         self.sizes = sizes
         self.args = args
-        self.max_passed_over = max_passed_over
+        self.max_skip_count = max_skip_count
         self._all_ranks = Ranks(sizes, args)
         self.ranks = self._all_ranks.ranks
-        self._outputs = GainedOutputs(sizes.dp_size)
-        self._live = LiveRequests(self._all_ranks, sizes, args, max_passed_over, self._outputs)
+        self._outputs = OutputBuffer(sizes.dp_size)
+        self._live = LiveRequests(self._all_ranks, sizes, args, max_skip_count, self._outputs)
         self._requests = self._live.by_rid
         self._waiting, self._gate = self._live.waiting, self._live.gate
         self._deadlines, self._sessions = self._live.deadlines, self._live.sessions
@@ -116,7 +116,7 @@ class Scheduler:
         self._steps = 0
         self._num_store_failures = 0
         # Launched steps by id, until the result is read.
-        self._launched: dict[int, tuple[StepPlan, LaunchedRows]] = {}
+        self._launched: dict[int, tuple[StepPlan, InFlightRows]] = {}
 
     # -- events -----------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.step_plan import NO_SLOT, Int32Array, RowIndex, StatePlan
 from sgl_jax.mem_cache.pages.req_to_token_pool import NO_STATE
 from sgl_jax.mem_cache.row_states import has_snapshot, state_source, take_snapshot_slot
-from sgl_jax.scheduler.launched_rows import Records
+from sgl_jax.scheduler.in_flight_rows import Records
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.step_builder import StepBuilder
 

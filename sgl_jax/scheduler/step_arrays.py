@@ -12,7 +12,7 @@ import numpy as np
 
 from sgl_jax.core.step_plan import RankPlan, StepPlan
 from sgl_jax.mem_cache.row_growth import commit_rows
-from sgl_jax.scheduler.launched_rows import SHARE, LaunchedRows, Records, launch
+from sgl_jax.scheduler.in_flight_rows import SHARE, InFlightRows, Records, launch
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.state_plan import plan_states
 from sgl_jax.scheduler.step_builder import StepBuilder
@@ -22,7 +22,7 @@ _NO_DRAFTS = np.zeros(0, np.int32)
 
 def build_plan(
     ranks: Ranks, builders: Sequence[StepBuilder], step_id: int
-) -> tuple[StepPlan, LaunchedRows]:
+) -> tuple[StepPlan, InFlightRows]:
     """Build the plan from each rank's builder. Commits lengths and publishes prefill chunks."""
     for builder in builders:
         if builder.chunks:
@@ -60,7 +60,7 @@ def build_plan(
     for builder in builders:
         if builder.chunks:
             builder.rank.offer_chunks(list(builder.chunks))
-    return plan, LaunchedRows(rows, bounds)
+    return plan, InFlightRows(rows, bounds)
 
 
 def _rank_plan(ranks: Ranks, builder: StepBuilder, rows: Records, share: Any) -> RankPlan:

@@ -36,9 +36,12 @@ def take(pages: Iterator[int], count: int) -> Prompt:
 def system_prompts() -> list[Prompt]:
     """Forty system prompts, some popular, each followed by a question of its own."""
     rng, pages = Random(1), fresh_pages()
-    stems = [take(pages, 8) for _ in range(40)]
+    shared_prefixes = [take(pages, 8) for _ in range(40)]
     weights = [1 / (i + 1) for i in range(40)]
-    return [rng.choices(stems, weights)[0] + take(pages, rng.randint(1, 6)) for _ in range(600)]
+    return [
+        rng.choices(shared_prefixes, weights)[0] + take(pages, rng.randint(1, 6))
+        for _ in range(600)
+    ]
 
 
 def conversations() -> list[Prompt]:

@@ -40,7 +40,7 @@ _RANK_HOST = "sgl_jax/scheduler/rank_offload.py"
 _RANK = "sgl_jax/scheduler/rank_scheduler.py"
 _PLANNER = "sgl_jax/scheduler/step_builder.py"
 _BUILDER = "sgl_jax/scheduler/step_arrays.py"
-_LAUNCHED = "sgl_jax/scheduler/launched_rows.py"
+_LAUNCHED = "sgl_jax/scheduler/in_flight_rows.py"
 _RUNNING = "sgl_jax/scheduler/running_rows.py"
 _RUNNABLE = "sgl_jax/scheduler/runnable.py"
 _DRAFTS = "sgl_jax/scheduler/draft_policy.py"
@@ -59,7 +59,7 @@ _LEDGER = "sgl_jax/mem_cache/ledger.py"
 _WALK = "sgl_jax/mem_cache/ledger_walk.py"
 _ARGS = "sgl_jax/core/scheduler_args.py"
 _ADMISSION = "sgl_jax/scheduler/admission/admission.py"
-_ROOM = "sgl_jax/scheduler/admission/step_room.py"
+_ROOM = "sgl_jax/scheduler/admission/rank_capacity.py"
 _IN_FLIGHT = "sgl_jax/scheduler/admission/in_flight.py"
 _BLOCKS = "sgl_jax/mem_cache/offload/cpu_pool.py"
 _TIER = "sgl_jax/mem_cache/offload/cpu_tier.py"
@@ -67,8 +67,8 @@ _STORE = "sgl_jax/mem_cache/offload/remote_tier.py"
 _HOST_LEDGER = "sgl_jax/mem_cache/offload/cpu_ledger.py"
 _COLUMNS = "sgl_jax/scheduler/waiting/waiting_columns.py"
 _QUEUE = "sgl_jax/scheduler/waiting/waiting_queue.py"
-_CANDIDATES = "sgl_jax/scheduler/waiting/candidate_order.py"
-_LINES = "sgl_jax/scheduler/waiting/waiting_lines.py"
+_CANDIDATES = "sgl_jax/scheduler/waiting/admission_order.py"
+_LINES = "sgl_jax/scheduler/waiting/queue_loops.py"
 _FITS = "sgl_jax/scheduler/forecast/fits.py"
 _FORECAST = "sgl_jax/scheduler/forecast/forecast.py"
 _LENGTHS = "sgl_jax/scheduler/forecast/output_lengths.py"
@@ -875,7 +875,7 @@ MUTATIONS = (
     ),
     Mutation(
         "evict sessions for a request that does not fit even so",
-        "sgl_jax/scheduler/admission/step_room.py",
+        "sgl_jax/scheduler/admission/rank_capacity.py",
         "            if short <= 0:\n                return num_read",
         "            if True:\n                return num_read",
     ),
@@ -1343,7 +1343,7 @@ MUTATIONS = (
     ),
     Mutation(
         "reserve nothing for what starts in the same step",
-        "sgl_jax/scheduler/admission/step_room.py",
+        "sgl_jax/scheduler/admission/rank_capacity.py",
         "            self._forecast.start(self.dp_rank, row)\n",
         "            pass\n",
     ),
@@ -1904,7 +1904,7 @@ MUTATIONS = (
     # -- the waiting queue
     Mutation(
         "pass over the older ones too",
-        "sgl_jax/scheduler/waiting/waiting_lines.py",
+        "sgl_jax/scheduler/waiting/queue_loops.py",
         "is_before = arrival[line] < started if",
         "is_before = arrival[line] != started if",
     ),
@@ -1916,26 +1916,26 @@ MUTATIONS = (
     ),
     Mutation(
         "pass over what may not run there",
-        "sgl_jax/scheduler/waiting/waiting_lines.py",
+        "sgl_jax/scheduler/waiting/queue_loops.py",
         "if not may_run[line] or not is_waiting[line]:\n            continue\n        assert 0",
         "if not is_waiting[line]:\n            continue\n        assert 0",
     ),
     Mutation(
         "let all that were passed over start one after the other",
-        "sgl_jax/scheduler/waiting/waiting_lines.py",
+        "sgl_jax/scheduler/waiting/queue_loops.py",
         "        elif was_due and not is_before",
         "        elif False and not is_before",
     ),
     Mutation(
         "let a due request make an older one wait anew",
-        "sgl_jax/scheduler/waiting/waiting_lines.py",
+        "sgl_jax/scheduler/waiting/queue_loops.py",
         "        elif was_due and not is_before and priority",
         "        elif was_due and priority",
     ),
     Mutation(
         "a request inherits how often the last one of its line was passed over",
         _COLUMNS,
-        "        self.passed_over[line] = 0\n",
+        "        self.skip_count[line] = 0\n",
         "",
     ),
     Mutation(
@@ -1959,8 +1959,8 @@ MUTATIONS = (
     Mutation(
         "wait for a better rank though it has room",
         _LINES,
-        "if stays_for != _NO_RANK and not is_open[stays_for]:",
-        "if stays_for != _NO_RANK:",
+        "if deferred_rank != _NO_RANK and not is_open[deferred_rank]:",
+        "if deferred_rank != _NO_RANK:",
     ),
     Mutation(
         "leave out a request that needs all that is there",
@@ -2012,7 +2012,7 @@ MUTATIONS = (
     ),
     Mutation(
         "read the pages in use of another prefix",
-        "sgl_jax/scheduler/waiting/candidate_order.py",
+        "sgl_jax/scheduler/waiting/admission_order.py",
         "in_use[found, lines] = self._count_in_use(",
         "in_use[found, lines[::-1]] = self._count_in_use(",
     ),
@@ -2091,7 +2091,7 @@ MUTATIONS = (
     Mutation(
         "try what is due in its turn",
         _LINES,
-        "key = (key + (not is_due[line])) << 1",
+        "key = (key + (not is_starved[line])) << 1",
         "key = (key + 1) << 1",
     ),
     # -- how much of a waiting prompt is cached
@@ -2194,8 +2194,8 @@ MUTATIONS = (
     Mutation(
         "keep a stem where prompts part no more",
         _CURSORS,
-        "not cursor.num_followers and len(cursor.children) < 2:\n            rest",
-        "not cursor.num_followers and not cursor.children:\n            rest",
+        "not cursor.num_prompts and len(cursor.children) < 2:\n            rest",
+        "not cursor.num_prompts and not cursor.children:\n            rest",
     ),
     Mutation(
         "what continues a stem that is gone forgets where it stood",
@@ -2883,13 +2883,13 @@ MUTATIONS = (
     ),
     Mutation(
         "pressure: preempt where the step has no tokens for it",
-        "sgl_jax/scheduler/admission/step_room.py",
+        "sgl_jax/scheduler/admission/rank_capacity.py",
         "if not has_tokens or not",
         "if not",
     ),
     Mutation(
         "pressure: preempt where the step has just retracted",
-        "sgl_jax/scheduler/admission/step_room.py",
+        "sgl_jax/scheduler/admission/rank_capacity.py",
         " or not self._builder.can_admit:\n            return None",
         ":\n            return None",
     ),
@@ -2932,8 +2932,8 @@ MUTATIONS = (
     Mutation(
         "pressure: hold a rank that is held",
         _FITS,
-        "if is_due and room.held_above == NO_FLOOR:",
-        "if is_due:",
+        "if is_starved and room.held_above == NO_FLOOR:",
+        "if is_starved:",
     ),
     Mutation(
         "pressure: hold no rank for what is due",
@@ -2955,7 +2955,7 @@ MUTATIONS = (
     ),
     Mutation(
         "pressure: be passed over by what is more important",
-        "sgl_jax/scheduler/waiting/waiting_lines.py",
+        "sgl_jax/scheduler/waiting/queue_loops.py",
         "if is_before and priority[line] >= started_priority:",
         "if is_before:",
     ),
@@ -3015,19 +3015,19 @@ MUTATIONS = (
     ),
     Mutation(
         "pressure: the requests first that others would read least",
-        "sgl_jax/scheduler/waiting/waiting_lines.py",
+        "sgl_jax/scheduler/waiting/queue_loops.py",
         "order[line] -= min(num_read, NUM_REUSES - 1)",
         "order[line] -= NUM_REUSES - 1 - min(num_read, NUM_REUSES - 1)",
     ),
     Mutation(
         "pressure: count a request among those that would read it",
-        "sgl_jax/scheduler/waiting/waiting_lines.py",
+        "sgl_jax/scheduler/waiting/queue_loops.py",
         "(num_prompts[number] - 1)",
         "num_prompts[number]",
     ),
     Mutation(
         "pressure: a prompt counts for its own stem alone",
-        "sgl_jax/scheduler/waiting/waiting_lines.py",
+        "sgl_jax/scheduler/waiting/queue_loops.py",
         "                number = parent[number]\n",
         "                number = -1\n",
     ),
@@ -3405,7 +3405,7 @@ MUTATIONS = (
     Mutation(
         "store: start before the prefix has arrived",
         "sgl_jax/scheduler/rank_offload.py",
-        "        return request.rid in self.store.awaited\n",
+        "        return request.rid in self.store.pending\n",
         "        return False\n",
     ),
     Mutation(
@@ -3780,13 +3780,13 @@ MUTATIONS = (
     ),
     Mutation(
         "in use: keep what was counted before a start",
-        "sgl_jax/scheduler/waiting/candidate_order.py",
+        "sgl_jax/scheduler/waiting/admission_order.py",
         "                    in_use_at[k].clear()\n",
         "",
     ),
     Mutation(
         "in use: keep the lines' counts of before a start",
-        "sgl_jax/scheduler/waiting/candidate_order.py",
+        "sgl_jax/scheduler/waiting/admission_order.py",
         "                    in_use[k] = -1\n",
         "",
     ),

@@ -40,7 +40,7 @@ from sgl_jax.scheduler.record.event_log import EventReader, EventWriter
 from sgl_jax.scheduler.record.recorder import RecordedScheduler
 from sgl_jax.scheduler.running_rows import NOT_SCORED  # type: ignore[attr-defined]
 from sgl_jax.scheduler.scheduler import Scheduler
-from sgl_jax.scheduler.waiting.waiting_queue import MAX_PASSED_OVER
+from sgl_jax.scheduler.waiting.waiting_queue import MAX_SKIP_COUNT
 from tests.support.faults import StepFailedError
 from tests.support.oracle_executor import OracleExecutor
 
@@ -137,12 +137,12 @@ class Driver:
         overlap: bool = True,
         max_unread: int | None = None,
         executor: Executor | None = None,
-        max_passed_over: int = MAX_PASSED_OVER,
+        max_skip_count: int = MAX_SKIP_COUNT,
     ) -> None:
         self.recording = io.BytesIO()
         self.record = EventWriter(self.recording, MAX_RECORDING_BYTES).write
         self.scheduler = RecordedScheduler(
-            sizes, config or SchedulerArgs(), self.record, max_passed_over
+            sizes, config or SchedulerArgs(), self.record, max_skip_count
         )
         self.oracle = OracleExecutor(sizes)
         self.executor: Executor = executor or self.oracle

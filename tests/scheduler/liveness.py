@@ -19,7 +19,7 @@ from sgl_jax.core.step_plan import RowIndex
 from sgl_jax.mem_cache.row_growth import pages_held_and_lacking
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor, common_prefix_len
 from sgl_jax.mem_cache.tree.radix_cache import RadixCache
-from sgl_jax.scheduler.admission.step_room import RankRoom
+from sgl_jax.scheduler.admission.rank_capacity import RankCapacity
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
@@ -64,7 +64,7 @@ class Liveness:
         scheduler._admission.admit_into = watched
         fetches_for = scheduler._admission._fetches_for
 
-        def fetched(room: RankRoom, request: Request) -> bool:
+        def fetched(room: RankCapacity, request: Request) -> bool:
             has_begun = fetches_for(room, request)
             if has_begun:  # a fetch that ends in this step leaves the request to the next
                 self._had_tokens = {each for each in self._had_tokens if each[0] != request.rid}
@@ -264,7 +264,7 @@ class Liveness:
 
 def due_of(waiting: WaitingQueue) -> list[Request]:
     """The requests that are due, oldest first."""
-    return sorted(filter(waiting.is_due, waiting), key=lambda request: request.arrival)
+    return sorted(filter(waiting.is_starved, waiting), key=lambda request: request.arrival)
 
 
 def rids_of(rank: RankScheduler) -> set[str]:

@@ -41,7 +41,7 @@ def draw_setup(rng: random.Random) -> Setup:
         timeouts_s=rng.choice([(0.0, 0.0), (0.0, 0.0), (5.0, 0.0), (4.0, 8.0)]),
         priorities=rng.choice(PRIORITIES),
         threshold=rng.choice([0, 10]),
-        max_passed_over=rng.choice([1, 3, 128]),
+        max_skip_count=rng.choice([1, 3, 128]),
         eviction=rng.choice(["adaptive", "adaptive", "lru"]),
         windows=rng.choice([None, (rng.choice(WINDOWS), rng.randint(2, 40))]),
         states=rng.choice([None, (rng.randint(1, 24), rng.randint(1, 4), rng.randint(1, 2))]),

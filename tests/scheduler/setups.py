@@ -46,7 +46,7 @@ class Setup:
     timeouts_s: tuple[float, float]  # to wait, and in all
     priorities: tuple[bool, bool]  # of `PRIORITIES`
     threshold: int
-    max_passed_over: int
+    max_skip_count: int
     eviction: str
     session_memory_fraction: float = 0.8
     max_sessions: int = 4096
@@ -141,7 +141,7 @@ PLAIN = Setup(
     timeouts_s=(0.0, 0.0),
     priorities=(False, False),
     threshold=0,
-    max_passed_over=1,
+    max_skip_count=1,
     eviction="adaptive",
 )
 
@@ -168,7 +168,7 @@ _FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "aging_s": st.sampled_from([0.0, 0.0, 0.5, 30.0]),
     "num_tenants": st.integers(0, 4),
     "is_fair": st.booleans(),
-    "max_passed_over": st.sampled_from([1, 3, 128]),
+    "max_skip_count": st.sampled_from([1, 3, 128]),
     "eviction": st.sampled_from(["adaptive", "adaptive", "lru"]),
     "windows": st.none() | st.tuples(st.sampled_from(WINDOWS), st.integers(2, 40)),
     "host": st.none() | st.sampled_from(HOSTS),

@@ -4,7 +4,7 @@ import pytest
 
 from sgl_jax.core.messages import AbortRequest
 from sgl_jax.core.scheduler_args import SchedulerArgs
-from sgl_jax.scheduler.waiting.waiting_queue import MAX_PASSED_OVER
+from sgl_jax.scheduler.waiting.waiting_queue import MAX_SKIP_COUNT
 from tests.scheduler.driver import Driver, generate, make_sizes
 from tests.scheduler.liveness import pages_in_use
 from tests.sessions.test_sessions import talk
@@ -17,13 +17,13 @@ def num_prefilled(driver: Driver) -> int:
     )
 
 
-def short_driver(max_passed_over: int = MAX_PASSED_OVER, **config: object) -> Driver:
+def short_driver(max_skip_count: int = MAX_SKIP_COUNT, **config: object) -> Driver:
     """One rank of 40 pages of 4 tokens, 25 of them taken by a request that goes on for long."""
     settings: dict[str, object] = {"schedule_conservativeness": 0.0}
     driver = Driver(
         make_sizes(num_pages=41, max_chunk_tokens=16),
         SchedulerArgs(**(settings | config)),  # type: ignore[arg-type]
-        max_passed_over=max_passed_over,
+        max_skip_count=max_skip_count,
     )
     driver.submit(generate("long", [1] * 60, 40))
     while len(driver.tokens["long"]) < 2:
@@ -391,7 +391,7 @@ def test_a_request_that_waits_for_a_rank_or_behind_another_names_it() -> None:
     assert (reason.kind, reason.dp_rank) == ("rank", home)
     s.run()
     s.close_all()
-    driver = short_driver(max_passed_over=2)
+    driver = short_driver(max_skip_count=2)
     driver.submit(generate("big", [2] * 130, 4))
     for i in range(3):
         driver.submit(generate(f"small{i}", [3 + i] * 8, 30))

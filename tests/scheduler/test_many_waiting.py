@@ -18,7 +18,7 @@ from tests.scheduler.waiting.test_waiting_queue import Queue
 def test_of_many_that_become_due_at_once_few_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """400 wait, and the last ones have the longest cached prefix: they pass over all others."""
     sizes = make_sizes(dp_size=2, num_pages=400, num_rows=5, max_chunk_tokens=16)
-    driver = Driver(sizes, SchedulerArgs(), max_passed_over=1)
+    driver = Driver(sizes, SchedulerArgs(), max_skip_count=1)
     stem = [i % 47 for i in range(40)]
     for dp_rank in range(2):
         driver.submit(generate(f"stem{dp_rank}", stem, 1, dp_rank=dp_rank))
@@ -45,11 +45,11 @@ def test_of_many_that_become_due_at_once_few_are_tried(monkeypatch: pytest.Monke
     assert all(finish.type == "length" for finish in driver.finish.values())
 
 
-def num_calls_to_try(num_followers: int) -> int:
+def num_calls_to_try(num_prompts: int) -> int:
     """Python functions called to find what may start, where nothing may."""
     queue = Queue(dp_size=2)
     rows = [memory.open_lease(np.zeros(0, np.int32)).row for memory in queue.memories]
-    for arrival in range(num_followers):
+    for arrival in range(num_prompts):
         dp_rank = arrival % 2
         queue.waiting.follow(queue.add(arrival, 32), dp_rank, rows[dp_rank], 16)
     calls = 0

@@ -8,7 +8,7 @@ import pytest
 from sgl_jax.core.messages import ForkSession, OpenSession, SessionTurn
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.scheduler.request import Request
-from sgl_jax.scheduler.waiting.candidate_order import Offer
+from sgl_jax.scheduler.waiting.admission_order import Offer
 from tests.scheduler.driver import Driver, generate, make_sizes
 from tests.sessions.conversations import Conversations
 

@@ -8,11 +8,11 @@ import pytest
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
 from sgl_jax.scheduler.admission.admission import Admission
-from sgl_jax.scheduler.admission.step_room import RankRoom
+from sgl_jax.scheduler.admission.rank_capacity import RankCapacity
 from sgl_jax.scheduler.forecast.fits import NO_FLOOR, Rooms
 from sgl_jax.scheduler.preemption import Preemptible
 from sgl_jax.scheduler.request import Request, RequestState
-from sgl_jax.scheduler.waiting.candidate_order import Offer
+from sgl_jax.scheduler.waiting.admission_order import Offer
 from sgl_jax.scheduler.waiting.wait_reason import WaitReason
 from tests.scheduler.driver import Driver, generate, make_sizes, price_retracts_fully
 from tests.scheduler.liveness import due_of
@@ -26,7 +26,7 @@ def make_driver(*, num_running: int = 8, conservativeness: float = 0.0, **sizes:
         priority_scheduling_preemption_threshold=10,
     )
     settings: dict[str, Any] = {"num_pages": 21, "max_chunk_tokens": 16} | sizes
-    return Driver(make_sizes(num_rows=num_running + 1, **settings), config, max_passed_over=2)
+    return Driver(make_sizes(num_rows=num_running + 1, **settings), config, max_skip_count=2)
 
 
 def start(driver: Driver, rid: str, num_pages: int, priority: int, **kwargs: Any) -> None:
@@ -334,13 +334,13 @@ def test_prompts_as_important_as_a_request_come_before_it_in_a_step(
     ask(driver, "long", 18, priority=50)
     driver.step()
     left: list[int] = []
-    look = RankRoom._look
+    look = RankCapacity._look
 
-    def watched(room: RankRoom) -> None:
+    def watched(room: RankCapacity) -> None:
         look(room)
         left.extend(room._builder.num_tokens_left(priority, 0, 29) for priority in (0, 49, 50, 51))
 
-    monkeypatch.setattr(RankRoom, "_look", watched)
+    monkeypatch.setattr(RankCapacity, "_look", watched)
     ask(driver, "as important", 8, priority=50)  # too long for the part of short prompts
     driver.step()
     assert left == [0, 0, 0, 16]
@@ -352,13 +352,13 @@ def test_a_rank_is_held_against_the_priority_of_the_due_request_and_no_higher_on
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     levels: list[int] = []
-    hold = RankRoom.hold
+    hold = RankCapacity.hold
 
-    def watched(room: RankRoom, request: Request, num_pages: int, num_steps: int) -> None:
+    def watched(room: RankCapacity, request: Request, num_pages: int, num_steps: int) -> None:
         hold(room, request, num_pages, num_steps)
         levels.append(int(room._rooms[room.dp_rank].held_above))
 
-    monkeypatch.setattr(RankRoom, "hold", watched)
+    monkeypatch.setattr(RankCapacity, "hold", watched)
     driver = make_driver()
     start(driver, "low", 10, priority=3)
     ask(driver, "due", 15, priority=3)
@@ -475,7 +475,7 @@ def test_after_a_preemption_no_rank_is_held_until_its_due_request_is_tried_again
     held: list[tuple[list[int], list[int]]] = []  # before and after each pass over the queue
     inner = Admission._start_some
 
-    def start_some(self: Admission, rooms: list[RankRoom], offer: Offer, step: int) -> bool:
+    def start_some(self: Admission, rooms: list[RankCapacity], offer: Offer, step: int) -> bool:
         before = offer.rooms["held_above"].tolist()
         is_changed = inner(self, rooms, offer, step)
         held.append((before, offer.rooms["held_above"].tolist()))

@@ -7,7 +7,7 @@ import pytest
 from sgl_jax.core.messages import Tenant
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.scheduler.tenants import OUTPUT_WEIGHT, PROMPT_WEIGHT
-from sgl_jax.scheduler.waiting.waiting_queue import MAX_PASSED_OVER
+from sgl_jax.scheduler.waiting.waiting_queue import MAX_SKIP_COUNT
 from tests.scheduler.driver import Driver, generate, make_sizes
 
 LOW, HIGH = 0, 50
@@ -134,7 +134,7 @@ def test_no_rank_is_held_for_a_low_request_against_high_ones() -> None:
         driver.submit(generate("running", [1] * 20, 130, priority=HIGH))
         step_until(driver, lambda driver=driver: driver.tokens["running"])  # type: ignore[misc]
     beside.submit(generate("large", [2] * 140, 4, priority=LOW))
-    for i in range(MAX_PASSED_OVER + 10):  # of its own priority
+    for i in range(MAX_SKIP_COUNT + 10):  # of its own priority
         beside.submit(generate(f"low {i}", [3] * 5, 1, priority=LOW))
     for driver in (without, beside):
         for _ in range(50):

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_jax.scheduler import launched_rows
-from sgl_jax.scheduler.launched_rows import GOES_ON, LAUNCHED, NOT_SCORED, SHARE, TOO_LONG, Records
+from sgl_jax.scheduler import in_flight_rows
+from sgl_jax.scheduler.in_flight_rows import GOES_ON, LAUNCHED, NOT_SCORED, SHARE, TOO_LONG, Records
 from sgl_jax.scheduler.priority_counts import PriorityCounts
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.running_rows import RowColumns, RunningRows
@@ -52,7 +52,7 @@ def append(columns: RowColumns, samples: list[bool], tokens: np.ndarray) -> Reco
     """Rows 1 and 4, of a rank each, gain `tokens` int32[2, w] in a step that samples `samples`."""
     rows = np.zeros(2, LAUNCHED)
     rows["row"], rows["samples"] = (1, 4), samples
-    num_tokens, num_failed = launched_rows.append(
+    num_tokens, num_failed = in_flight_rows.append(
         rows,
         tokens,
         columns.records,
@@ -80,7 +80,7 @@ def launched(
     """The records of a step, whose first rank of two decodes one row, and their shares."""
     shares = np.zeros(2, SHARE)
     shares["num_decode"] = 1, 0
-    rows = launched_rows.launch(
+    rows = in_flight_rows.launch(
         np.array(own_rows),
         np.array([0, 1, len(own_rows)]),
         shares,

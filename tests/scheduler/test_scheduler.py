@@ -289,9 +289,9 @@ def test_outputs_do_not_depend_on_how_they_were_scheduled(
     )
     config = SchedulerArgs(disable_radix_cache=not radix, schedule_conservativeness=0.2)
     driver = Driver(sizes, config, overlap=overlap)
-    stems = [[rng.randrange(50) for _ in range(24)] for _ in range(3)]
+    shared_prefixes = [[rng.randrange(50) for _ in range(24)] for _ in range(3)]
     for i in range(30):
-        stem = rng.choice(stems)[: rng.randrange(25)]
+        stem = rng.choice(shared_prefixes)[: rng.randrange(25)]
         prompt = stem + [rng.randrange(50) for _ in range(rng.randrange(1, 12))]
         driver.submit(generate(f"r{i}", prompt, rng.randrange(1, 40)))
         for _ in range(rng.randrange(4)):

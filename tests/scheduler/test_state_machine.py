@@ -89,7 +89,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             setup.sizes(),
             setup.args(),
             max_unread=setup.max_unread,
-            max_passed_over=setup.max_passed_over,
+            max_skip_count=setup.max_skip_count,
         )
         self.slices = self.driver.scheduler.audit_slices()
         self.liveness = Liveness(self.driver.scheduler)

@@ -3,7 +3,7 @@
 Out: each prefix that CPU memory gains is written to the store, and stays locked until then. In:
 when a request arrives, the store looks up the request's pages that neither the device nor CPU
 memory has. The found pages are *loaded* into blocks, and their prefix is then cached like any
-other. A request may wait for that (`awaited`).
+other. A request may wait for that (`pending`).
 
 A key of the store depends on all tokens up to a page's end, so no lookup needs a tree.
 """
@@ -101,8 +101,8 @@ class RemoteTier:
         self._num_groups = len(groups)
         self._keys = ContentKeys(blocks.page_size, len(groups))
         self._next_number = next_number
-        self.awaited: set[str] = set()
-        self._released: list[str] = []  # ids removed from `awaited` since the last take
+        self.pending: set[str] = set()
+        self._released: list[str] = []  # ids removed from `pending` since the last take
         self.num_loaded_tokens = 0
         self.num_put_blocks = 0
         self.is_suspended = False
@@ -254,13 +254,13 @@ class RemoteTier:
             page = self._keys.of(tokens[: (first + 1) * page_size], namespace)[0, -1]
             transfer = self._under_way.get(page.tobytes()) if follows else None
             if transfer is not None:
-                self.awaited.add(waiter.rid)
+                self.pending.add(waiter.rid)
                 self._dependents[transfer].append(_Dependent(waiter, tokens, namespace))
                 return
             # For given rates, either the longest or the shortest part gains the most.
             ends = (first + 1, len(tokens) // page_size)
             if any(self._prices.is_sooner(self._part(waiter, first, end)) for end in ends):
-                self.awaited.add(waiter.rid)
+                self.pending.add(waiter.rid)
             elif not self._measures_anew():
                 return
         keys = self._keys.of(tokens, namespace)[:, first:]
@@ -432,16 +432,16 @@ class RemoteTier:
             self._release(load.waiter)
 
     def _release(self, waiter: Waiter) -> None:
-        self.awaited.discard(waiter.rid)
+        self.pending.discard(waiter.rid)
         self._released.append(waiter.rid)
 
     def take_released(self) -> list[str]:
-        """Return the ids removed from `awaited` since the last call; they may be in it again."""
+        """Return the ids removed from `pending` since the last call; they may be in it again."""
         released, self._released = self._released, []
         return released
 
     def _is_awaited(self, load: _Load) -> bool:
-        return load.waiter is not None and load.waiter.rid in self.awaited
+        return load.waiter is not None and load.waiter.rid in self.pending
 
     def _flags(self, load: _Load, end: TransferEnd) -> BoolArray:
         """Return an end's flags as bool[groups, pages], False for values that were not moved."""

@@ -86,15 +86,15 @@ class CursorIndex:
                 break
             end = cursor.end + self._num_common(child.tokens[cursor.end :], tokens[cursor.end :])
             cursor = child if end == child.end else self._part(child, end)
-        cursor.num_followers += 1
+        cursor.num_prompts += 1
         self._measure_all()
         return cursor
 
     def unfollow(self, cursor: PrefixCursor) -> None:
         """Release the cursor for one prompt that followed it."""
-        cursor.num_followers -= 1
+        cursor.num_prompts -= 1
         parent = cursor.parent
-        while parent is not None and not cursor.num_followers and len(cursor.children) < 2:
+        while parent is not None and not cursor.num_prompts and len(cursor.children) < 2:
             rest = next(iter(cursor.children.values())) if cursor.children else None
             if rest is None:
                 del parent.children[cursor.key]
@@ -128,7 +128,7 @@ class CursorIndex:
         stem = self.waiting_for(node, key)
         if stem is None:
             return []
-        return list(islice((each for each in stem.stems() if each.num_followers), most))
+        return list(islice((each for each in stem.shared_prefixes() if each.num_prompts), most))
 
     def num_awaiting(self, node: TreeNode, key: bytes, most: int) -> int:
         """Count up to `most` prompts that would continue from `node` through a child under `key`;
@@ -139,10 +139,10 @@ class CursorIndex:
             standing = [live.resting() for live in watching]
         else:
             stem = self.waiting_for(node, key)
-            standing = [] if stem is None else [stem.stems()]
+            standing = [] if stem is None else [stem.shared_prefixes()]
         count = 0
         for cursor in chain.from_iterable(standing):
-            count += cursor.num_followers
+            count += cursor.num_prompts
             if count >= most:
                 return most
         return count
@@ -187,10 +187,10 @@ class CursorIndex:
 
     def audit(self) -> None:
         """Verify that each cursor is where a fresh walk ends, or raise `LedgerError`."""
-        stems = list(self._first.stems())
-        for cursor in stems:
+        shared_prefixes = list(self._first.shared_prefixes())
+        for cursor in shared_prefixes:
             self._audit_walk(cursor)
-        live = [cursor for cursor in stems if cursor.at is not None]
+        live = [cursor for cursor in shared_prefixes if cursor.at is not None]
         for cursor in live:
             self._audit_length(cursor)
         if len(live) != len(self._stops):
@@ -354,7 +354,7 @@ class CursorIndex:
         self._audit_stem(cursor)
         above = LIVE
         if (parent := cursor.parent) is not None:
-            if not cursor.num_followers and len(cursor.children) < 2:
+            if not cursor.num_prompts and len(cursor.children) < 2:
                 raise LedgerError(f"{cursor!r} is not needed")
             if matched <= parent.end:
                 above = parent.number

@@ -27,13 +27,13 @@ KeyAt: TypeAlias = Callable[[int, Int32Array, str], bytes]
 class PrefixCursor:
     """The walk along `tokens`, whole pages, for all prompts that begin with them.
 
-    `num_followers` prompts end there, except for a partial page; if it is 0, prompts diverge there.
+    `num_prompts` prompts end there, except for a partial page; if it is 0, prompts diverge there.
     `number` is its index in the columns. The properties give the end of the walk. A live cursor
     stores it in the fields `at`, `reached` and `usable`; in any other cursor, `at` is None.
     """
 
     __slots__ = (
-        *("_key_at", "at", "children", "end", "key", "namespace", "num_followers", "number"),
+        *("_key_at", "at", "children", "end", "key", "namespace", "num_prompts", "number"),
         *("parent", "reached", "tokens", "usable", "watched"),
     )
 
@@ -54,7 +54,7 @@ class PrefixCursor:
         self.namespace = namespace
         self.end = len(tokens)
         self.children: dict[bytes, PrefixCursor] = {}  # by the first page after `end`
-        self.num_followers = 0
+        self.num_prompts = 0
         self.at: TreeNode | None = None
         self.reached = 0
         self.usable = 0
@@ -123,7 +123,7 @@ class PrefixCursor:
             below, node = node, node.parent
         return places
 
-    def stems(self) -> "Iterator[PrefixCursor]":
+    def shared_prefixes(self) -> "Iterator[PrefixCursor]":
         stack = [self]
         while stack:
             cursor = stack.pop()
@@ -139,7 +139,7 @@ class PrefixCursor:
             stack.extend(child for child in cursor.children.values() if child.at is None)
 
     def __repr__(self) -> str:
-        return f"PrefixCursor({self.length} of {self.end} tokens, {self.num_followers} followers)"
+        return f"PrefixCursor({self.length} of {self.end} tokens, {self.num_prompts} followers)"
 
 
 class CursorColumns:

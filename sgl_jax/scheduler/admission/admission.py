@@ -20,14 +20,14 @@ import numpy as np
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import release_idle_lease
-from sgl_jax.scheduler.admission.step_room import Option, RankRoom, Trial
+from sgl_jax.scheduler.admission.rank_capacity import Option, RankCapacity, Trial
 from sgl_jax.scheduler.forecast.fits import NO_FLOOR, NO_LIMIT, Rooms
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.step_builder import StepBuilder
 from sgl_jax.scheduler.tenants import MAX_TENANTS, Tenants
-from sgl_jax.scheduler.waiting.candidate_order import Offer
+from sgl_jax.scheduler.waiting.admission_order import Offer
 from sgl_jax.scheduler.waiting.wait_reason import WaitKind, WaitReason
 from sgl_jax.scheduler.waiting.waiting_queue import WaitingQueue
 
@@ -41,7 +41,7 @@ MAX_PUT_OFF = 128
 # Requests tried for preemption in a step until this many fail.
 MAX_FAILED_PREEMPTIONS = 32
 
-_T = TypeVar("_T", RankScheduler, RankRoom)
+_T = TypeVar("_T", RankScheduler, RankCapacity)
 
 
 class Hold(NamedTuple):
@@ -90,7 +90,7 @@ class Admission:
             return
         forecast, records = ranks.forecast(), ranks.rooms()
         rooms = [
-            RankRoom(builder, self._waiting, forecast, records, outlook)
+            RankCapacity(builder, self._waiting, forecast, records, outlook)
             for builder, outlook in zip(builders, ranks.outlooks(), strict=True)
         ]
         is_counted = np.array([room.is_counted for room in rooms])
@@ -122,7 +122,7 @@ class Admission:
             )
         return num_above > 0
 
-    def _start_some(self, rooms: list[RankRoom], offer: Offer, step: int) -> bool:
+    def _start_some(self, rooms: list[RankCapacity], offer: Offer, step: int) -> bool:
         """Start requests in the queue's order, up to the first that preempted others. Return
         whether to try the rest again."""
         threshold = self.args.priority_scheduling_preemption_threshold
@@ -133,7 +133,7 @@ class Admission:
             if not self._tenants.may_run(request.tenant):
                 continue
             chosen = self._choose(rooms, offer.rooms, request, step) if may_start else None
-            room: RankRoom | None = None
+            room: RankCapacity | None = None
             if chosen is not None:
                 room = rooms[chosen.dp_rank]
                 if chosen.fits and chosen.leader is None:
@@ -144,7 +144,7 @@ class Admission:
                     num_staying += chosen.leader is None
             elif preemptible and may_start and self._preempt_for(rooms, request, threshold):
                 return True
-            elif self._waiting.is_due(request):
+            elif self._waiting.is_starved(request):
                 room = self._hold_for(rooms, request, step)
             elif preemptible and not self._waiting.is_following(request):
                 num_failed += 1
@@ -161,7 +161,7 @@ class Admission:
                 break
         return False
 
-    def _put_off(self, room: RankRoom, request: Request, chosen: Option) -> None:
+    def _put_off(self, room: RankCapacity, request: Request, chosen: Option) -> None:
         """Defer `request` until a rank has room, or a prefix is computed there."""
         if chosen.leader is not None:
             self._waiting.follow(request, chosen.dp_rank, *chosen.leader)
@@ -169,7 +169,7 @@ class Admission:
         cursor = self._waiting.cursors(request)[room.dp_rank]
         room.stay(room.rank.num_pages_needed(request, cursor))
 
-    def _fetches_for(self, room: RankRoom, request: Request) -> bool:
+    def _fetches_for(self, room: RankCapacity, request: Request) -> bool:
         """Defer `request` until its prefix is fetched, if the host has more of it than the device
         and a fetch is faster than computing it. Return whether it is deferred."""
         if room.rank.host.tier is None:
@@ -181,7 +181,7 @@ class Admission:
 
     # -- requests that do not fit -------------------------------------------------------------
 
-    def _preempt_for(self, rooms: list[RankRoom], request: Request, threshold: int) -> bool:
+    def _preempt_for(self, rooms: list[RankCapacity], request: Request, threshold: int) -> bool:
         """Retract running requests for a request of higher priority, and start it. Return False,
         retracting nothing, if it would still fit nowhere, or if a prefix of it is in flight. Among
         several ranks, the rank with the fewest tokens to compute is chosen."""
@@ -206,7 +206,9 @@ class Admission:
         self._start(room, request)
         return True
 
-    def _hold_for(self, rooms: list[RankRoom], request: Request, step: int) -> RankRoom | None:
+    def _hold_for(
+        self, rooms: list[RankCapacity], request: Request, step: int
+    ) -> RankCapacity | None:
         """Hold a rank for a due request and return its room; None if it is held for another."""
         cursors, hold = self._waiting.cursors(request), self._holds.get(request.rid)
         if hold is None:
@@ -226,11 +228,11 @@ class Admission:
         room.hold(request, num_pages, max(hold.until_step - step, 0))
         return room
 
-    def _least_short(self, rooms: Sequence[RankRoom], request: Request) -> RankRoom:
+    def _least_short(self, rooms: Sequence[RankCapacity], request: Request) -> RankCapacity:
         """Return the rank on which a request lacks the fewest pages, then the least busy."""
         cursors = self._waiting.cursors(request)
 
-        def shortage(room: RankRoom) -> tuple[int, int, int]:
+        def shortage(room: RankCapacity) -> tuple[int, int, int]:
             num_pages = room.rank.num_pages_needed(request, cursors[room.dp_rank])
             short = room.pages_short(request, num_pages)
             return max(short, 0), room.num_running, room.dp_rank
@@ -255,7 +257,7 @@ class Admission:
                 return WaitReason("fetch", dp_rank=dp_rank)
             return WaitReason("prefix", behind=leader_request.rid)
         if self._waiting.is_staying(request, step):
-            return WaitReason("rank", dp_rank=self._waiting.stays_for(request))
+            return WaitReason("rank", dp_rank=self._waiting.deferred_rank(request))
         cursors = self._waiting.cursors(request)
         with_row = [rank for rank in _allowed(ranks.ranks, request) if rank.has_row]
         if not with_row:
@@ -303,7 +305,7 @@ class Admission:
     # -- choice of a rank ---------------------------------------------------------------------
 
     def _choose(
-        self, rooms: list[RankRoom], records: Rooms, request: Request, step: int
+        self, rooms: list[RankCapacity], records: Rooms, request: Request, step: int
     ) -> Option | None:
         """Return the best rank for a request, even if it must wait; None if it fits no rank now."""
         allowed = _allowed(rooms, request)
@@ -325,7 +327,7 @@ class Admission:
                 fitting.append(room.option(trial, num_read, leader, num_pages))
         if not fitting:
             return None
-        stayed = self._waiting.stays_for(request)
+        stayed = self._waiting.deferred_rank(request)
         if self.args.load_balance_method == "round_robin" and self._home_of(request) is None:
             # A request that waited for a prefix in flight goes to its rank, if possible.
             in_turn = min(fitting, key=lambda o: (o.dp_rank < self._next_rank, o.dp_rank))
@@ -346,7 +348,7 @@ class Admission:
             self._waiting.stay(request, best.dp_rank, step + num_steps)
         return best if self._waiting.is_staying(request, step) else cheapest
 
-    def _start(self, room: RankRoom, request: Request) -> None:
+    def _start(self, room: RankCapacity, request: Request) -> None:
         dp_rank, num_free = room.dp_rank, room.num_free
         home = self._home_of(request)
         if home is not None and home is not room.rank.memory and request.kept_by is not None:
@@ -365,7 +367,7 @@ def _may_preempt(builder: StepBuilder, below: int) -> bool:
     return builder.can_admit and lowest is not None and lowest < below
 
 
-def _num_unskewed(rooms: list[RankRoom]) -> int:
+def _num_unskewed(rooms: list[RankCapacity]) -> int:
     """Return the number of requests that a rank may run before further ones count as too many."""
     least = min([room.num_running for room in rooms])
     return int(least + max(MAX_SKEW_REQUESTS, MAX_SKEW_SHARE * least))

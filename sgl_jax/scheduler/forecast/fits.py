@@ -429,8 +429,8 @@ def next_line(
     needs: Needs,
     tenant: Int32Array,
     open_tenants: BoolArray,
-    passed_over: Int32Array,
-    max_passed_over: int,
+    skip_count: Int32Array,
+    max_skip_count: int,
     in_use: Int32Array,
     chances: Float64Array,
     moments: IntpArray,
@@ -452,8 +452,8 @@ def next_line(
         needs, tenant: NEED[lines] and int32[lines], or more.
         open_tenants: bool[all ranks, tenants], whether a tenant's next prompt is not bound by
             `ROOM.most_tokens`.
-        passed_over: int32[lines], passes over each line; they grow as requests start.
-        max_passed_over: a line with this many passes is due.
+        skip_count: int32[lines], passes over each line; they grow as requests start.
+        max_skip_count: a line with this many passes is due.
         in_use: int32[len(ranks), lines], how many of the pages of a line's cached prefix are in
             use, below 0 if not counted yet.
         chances, moments: `OutputLengths.chances`, `MOMENTS`.
@@ -463,7 +463,7 @@ def next_line(
     assert end == in_use.shape[1]
     assert end <= len(needs)
     assert end <= len(tenant)
-    assert end == len(passed_over)
+    assert end == len(skip_count)
     num_free = np.full(num_ranks, -1.0)
     for k in range(num_ranks):
         assert 0 <= ranks[k] < len(rooms) == len(open_tenants)
@@ -475,12 +475,12 @@ def next_line(
         assert 0 <= line < end
         assert 0 <= tenant[line] < open_tenants.shape[1]
         need, uncounted, may_hold = needs[line], -1, False
-        is_due = passed_over[line] >= max_passed_over
+        is_starved = skip_count[line] >= max_skip_count
         for k in range(num_ranks):
             room, num_pages = rooms[ranks[k]], least[k, line]
             # Check first for pages now: most lines that do not fit lack them.
             may_start = num_pages <= num_free[k]
-            if (not may_start and not is_due and not preempts.size) or num_pages == NEVER:
+            if (not may_start and not is_starved and not preempts.size) or num_pages == NEVER:
                 continue
             num_cached = need.pages - num_pages
             num_tokens = need.tokens - num_cached * room.page_size
@@ -491,7 +491,7 @@ def next_line(
                 continue
             if preempts.size and preempts[k, line]:
                 return index, MAY_START
-            if is_due and room.held_above == NO_FLOOR:
+            if is_starved and room.held_above == NO_FLOOR:
                 may_hold = True
             if not may_start or not _fits(room, need, num_pages, chances, moments):
                 continue

@@ -21,7 +21,7 @@ from sgl_jax.scheduler.events import (
     TransfersTaken,
 )
 from sgl_jax.scheduler.scheduler import Scheduler
-from sgl_jax.scheduler.waiting.waiting_queue import MAX_PASSED_OVER
+from sgl_jax.scheduler.waiting.waiting_queue import MAX_SKIP_COUNT
 
 
 class RecordedScheduler(Scheduler):
@@ -32,11 +32,11 @@ class RecordedScheduler(Scheduler):
         sizes: EngineSizes,
         args: SchedulerArgs,
         write: Callable[[Record], object],
-        max_passed_over: int = MAX_PASSED_OVER,
+        max_skip_count: int = MAX_SKIP_COUNT,
     ) -> None:
-        super().__init__(sizes, args, max_passed_over)
+        super().__init__(sizes, args, max_skip_count)
         self._write = write
-        write(Started(sizes, args.for_scheduler(), max_passed_over))
+        write(Started(sizes, args.for_scheduler(), max_skip_count))
 
     def handle(self, event: Event) -> Any:
         self._write(event)

@@ -8,7 +8,7 @@ from sgl_jax.core.step_plan import Int32Array, IntpArray
 from sgl_jax.mem_cache.tree.prefix_cursor import CursorColumns
 from sgl_jax.scheduler.forecast.fits import NEED, NO_RANK, Needs
 from sgl_jax.scheduler.tenants import MAX_TENANTS
-from sgl_jax.scheduler.waiting.waiting_lines import most_cached, places_of, read_cursors
+from sgl_jax.scheduler.waiting.queue_loops import most_cached, places_of, read_cursors
 
 
 class WaitingColumns:
@@ -36,7 +36,7 @@ class WaitingColumns:
         self.tenant = np.zeros(capacity, np.int32)
         self.is_retracted = np.zeros(capacity, np.bool_)
         # Passes by younger requests that started first; 0 for lines not in use.
-        self.passed_over = np.zeros(capacity, np.int32)
+        self.skip_count = np.zeros(capacity, np.int32)
         # The running request with the prefix that a request waits for: its joint row, the row's
         # epoch, and the protected length that includes the prefix.
         self.has_leader = np.zeros(capacity, np.bool_)
@@ -51,7 +51,7 @@ class WaitingColumns:
         self.no_turns = np.zeros(max(capacity, MAX_TENANTS + 1), np.int32)
 
     def take_line(self) -> int:
-        """Return a free line; the caller must write all its columns except `passed_over`."""
+        """Return a free line; the caller must write all its columns except `skip_count`."""
         line = heappop(self._free_lines) if self._free_lines else self.end
         if line >= self.end:
             self._free_lines.clear()
@@ -62,7 +62,7 @@ class WaitingColumns:
 
     def free_line(self, line: int) -> None:
         self.is_waiting[line] = False
-        self.passed_over[line] = 0
+        self.skip_count[line] = 0
         heappush(self._free_lines, line)
         while self.end and not self.is_waiting[self.end - 1]:
             self.end -= 1
@@ -70,7 +70,7 @@ class WaitingColumns:
     def clear(self) -> None:
         self._free_lines.clear()
         self.is_waiting[: self.end] = False
-        self.passed_over[: self.end] = 0
+        self.skip_count[: self.end] = 0
         self.end = 0
 
     def read_cursors(self, dp_rank: int, cursors: CursorColumns) -> None:

@@ -1,7 +1,7 @@
 """Requests without memory as columns of arrays.
 
 The conditions of a start are kept in arrays, one line a request, so that a step rules out thousands
-of requests at once and examines only the few left, in the order of `candidate_order`. Cursors on
+of requests at once and examines only the few left, in the order of `admission_order`. Cursors on
 the ranks' trees track the cached length of each prompt, without repeated lookups.
 """
 
@@ -20,19 +20,19 @@ from sgl_jax.scheduler.preemption import Preemptible
 from sgl_jax.scheduler.priority_counts import PriorityCounts
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.tenants import MAX_TENANTS, Tenants
-from sgl_jax.scheduler.waiting.candidate_order import CandidateOrder, Levels, Offer
-from sgl_jax.scheduler.waiting.wait_reason import WaitKind
-from sgl_jax.scheduler.waiting.waiting_columns import WaitingColumns
-from sgl_jax.scheduler.waiting.waiting_lines import (
+from sgl_jax.scheduler.waiting.admission_order import AdmissionOrder, Levels, Offer
+from sgl_jax.scheduler.waiting.queue_loops import (
     COUNTED_KINDS,
     count_kinds,
     drop_leaders,
     has_short,
     pass_over,
 )
+from sgl_jax.scheduler.waiting.wait_reason import WaitKind
+from sgl_jax.scheduler.waiting.waiting_columns import WaitingColumns
 
 # A request is due once this many later requests of its priority or a lower one started before it.
-MAX_PASSED_OVER = 128
+MAX_SKIP_COUNT = 128
 _NO_TENANTS: BoolArray = np.zeros(MAX_TENANTS + 1, np.bool_)
 
 
@@ -45,7 +45,7 @@ class WaitingQueue:
         capacity: maximum number of requests.
         tenants, lengths: the tenants of the requests, and the estimate of their output lengths.
         awaits_event: returns whether a request must wait for an event now.
-        max_passed_over: a request passed over by this many later requests is due: it is tried
+        max_skip_count: a request passed over by this many later requests is due: it is tried
             before the rest of its priority, and a rank is held for it until it fits. If it lacked
             pages, it is due earlier, once the later requests have received as much service as it
             needs.
@@ -60,10 +60,10 @@ class WaitingQueue:
         tenants: Tenants,
         lengths: OutputLengths,
         awaits_event: Callable[[Request], bool] = lambda request: False,
-        max_passed_over: int = MAX_PASSED_OVER,
+        max_skip_count: int = MAX_SKIP_COUNT,
     ) -> None:
         self._awaits_event = awaits_event
-        self._max_passed_over = max_passed_over
+        self._max_skip_count = max_skip_count
         self._tenants = tenants
         self._lengths = lengths
         self._memories = memories
@@ -72,7 +72,7 @@ class WaitingQueue:
         self._by_line: dict[int, Request] = {}
         self._cursors: dict[int, list[PrefixCursor]] = {}  # by line, one for each rank
         self._columns = WaitingColumns(len(memories), capacity)
-        self._order = CandidateOrder(self._columns, memories, tenants, lengths, max_passed_over)
+        self._order = AdmissionOrder(self._columns, memories, tenants, lengths, max_skip_count)
         self.set_policy(policy)
         self._priorities = PriorityCounts()
         self.num_pinned: Counter[int | None] = Counter()  # by the rank that a request names
@@ -165,11 +165,11 @@ class WaitingQueue:
     def started(self, request: Request, dp_rank: int, num_free: int) -> None:
         """Remove a request that got memory on a rank, which had `num_free` pages, and count that it
         passed over earlier, no less important requests there. If it was due, passes over later
-        requests are counted from 0 again: so in a long queue, only one in `max_passed_over` starts
+        requests are counted from 0 again: so in a long queue, only one in `max_skip_count` starts
         because it is due."""
         columns, service = self._columns, float(self._columns.service[request.line])
         started_cached = int(columns.cached_pages[dp_rank, request.line])
-        was_due, turns = self.is_due(request), self._tenants.turns()
+        was_due, turns = self.is_starved(request), self._tenants.turns()
         self.remove(request)
         pass_over(
             columns.end,
@@ -180,7 +180,7 @@ class WaitingQueue:
             service,
             num_free,
             started_cached,
-            self._max_passed_over,
+            self._max_skip_count,
             columns.is_waiting,
             columns.may_run[dp_rank],
             columns.arrival,
@@ -190,7 +190,7 @@ class WaitingQueue:
             columns.num_pages,
             columns.cached_pages[dp_rank],
             columns.service,
-            columns.passed_over,
+            columns.skip_count,
         )
 
     def clear(self) -> None:
@@ -207,7 +207,7 @@ class WaitingQueue:
     def find_due(self, rid: str) -> Request | None:
         """Return the waiting request `rid` if it is due; else None."""
         request = self._requests.get(rid)
-        return request if request is not None and self.is_due(request) else None
+        return request if request is not None and self.is_starved(request) else None
 
     # -- one request --------------------------------------------------------------------------
 
@@ -215,12 +215,12 @@ class WaitingQueue:
         """Return the cursors of the request's tokens, one for each rank."""
         return self._cursors[request.line]
 
-    def is_due(self, request: Request) -> bool:
+    def is_starved(self, request: Request) -> bool:
         """Return whether a rank is held for the request: too many passes over it, or its tenant."""
         turns = self._tenants.turns()
         if turns is not None and turns.is_lagging[request.tenant]:
             return True
-        return int(self._columns.passed_over[request.line]) >= self._max_passed_over
+        return int(self._columns.skip_count[request.line]) >= self._max_skip_count
 
     def follow(self, request: Request, dp_rank: int, row: int, length: int) -> None:
         """Delay `request` until `row` has published `length` tokens, or its request has left."""
@@ -256,7 +256,7 @@ class WaitingQueue:
         self._columns.stay_rank[request.line] = dp_rank
         self._columns.stay_until[request.line] = until_step
 
-    def stays_for(self, request: Request) -> int | None:
+    def deferred_rank(self, request: Request) -> int | None:
         """Return the rank that it has waited for though another had room; None if it never did."""
         dp_rank = int(self._columns.stay_rank[request.line])
         return None if dp_rank == NO_RANK else dp_rank

@@ -39,7 +39,7 @@ def test_a_request_waits_for_a_search_and_its_load_once(monkeypatch: pytest.Monk
     )
     transfers = OffloadTransfers(scheduler, executor, 10.0)
     scheduler.handle(generate("first", PROMPT, 1))
-    is_awaited = scheduler.ranks[0].host.store.awaited
+    is_awaited = scheduler.ranks[0].host.store.pending
 
     def move(now_s: float) -> None:
         monkeypatch.setattr("time.monotonic", lambda: now_s)

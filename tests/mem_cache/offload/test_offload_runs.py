@@ -257,7 +257,7 @@ class HostRun:
             assert view.arriving_blocks == view.leaving_blocks == 0
         assert not self.tier.blocks.copies
         assert not self.tier.blocks.leaving
-        assert self.tier.store is None or not self.tier.store.awaited
+        assert self.tier.store is None or not self.tier.store.pending
         self.count()
         self.tier.reset()
         self.memory.cache.reset()

@@ -72,10 +72,10 @@ def test_a_prefix_is_found_by_another_rank() -> None:
     assert first.store.num_put_blocks == 4
     other = StoringRank(first.stored)
     (load,) = other.search(tokens).loads
-    assert other.store.awaited == {"r"}
+    assert other.store.pending == {"r"}
     assert other.num_here(tokens) == 0
     other.end(load)
-    assert other.store.awaited == set()
+    assert other.store.pending == set()
     assert other.num_here(tokens) == len(tokens)
     assert other.store.num_loaded_tokens == len(tokens)
     # The host's prefix is fetched to the device like any other.
@@ -88,7 +88,7 @@ def test_another_namespace_finds_nothing() -> None:
     rank = StoringRank()
     rank.store_prefix(rank.tokens(1))
     assert not rank.search(rank.tokens(1), namespace="other").loads
-    assert rank.store.awaited == set()
+    assert rank.store.pending == set()
 
 
 def test_only_the_part_that_the_host_lacks_is_loaded() -> None:
@@ -130,7 +130,7 @@ def test_nothing_is_searched_where_computing_is_sooner() -> None:
     rank.store_prefix(rank.tokens(1))
     other = priced_rank(rank.stored, 500.0)
     other.store.search(WAITER._replace(num_ahead=4), other.tokens(1), "", 0)
-    assert other.store.awaited == set()
+    assert other.store.pending == set()
     assert not other.take().searches
     # Behind as many prompt tokens again the prefix arrives in time.
     other.store.search(WAITER._replace(num_ahead=17), other.tokens(1), "", 0)
@@ -152,9 +152,9 @@ def test_a_part_that_the_store_has_is_computed_if_others_loads_are_before_it() -
     # 16 and 24 tokens would arrive in the time to compute 20: the store has but 4 of the 24.
     other.store.search(Waiter("second", 0, 24, 0), second, "", 0)
     (search,) = other.take().searches
-    assert other.store.awaited == {"r", "second"}
+    assert other.store.pending == {"r", "second"}
     other.end(search)
-    assert other.store.awaited == {"r"}
+    assert other.store.pending == {"r"}
     assert not other.take().loads
     other.end(load)
     assert other.search(second).loads
@@ -178,7 +178,7 @@ def test_a_refused_load_now_and_then_measures_the_store_anew() -> None:
     other = priced_rank(rank.stored, 1.0)
     (load,) = (load for _ in range(16) for load in other.search(tokens).loads)
     assert not load.is_awaited
-    assert other.store.awaited == set()
+    assert other.store.pending == set()
     other.end(load)
     assert other.tier.prices.store.seconds < 1.0
 
@@ -188,7 +188,7 @@ def test_nothing_is_searched_that_the_device_has() -> None:
     tokens = rank.tokens(1)
     rank.store.search(WAITER._replace(num_read=len(tokens)), tokens, "", 0)
     assert not rank.take().searches
-    assert rank.store.awaited == set()
+    assert rank.store.pending == set()
 
 
 def test_a_failed_load_keeps_nothing() -> None:
@@ -198,7 +198,7 @@ def test_a_failed_load_keeps_nothing() -> None:
     (load,) = other.search(other.tokens(1)).loads
     other.end(load, succeeded=False)
     assert other.num_here(other.tokens(1)) == 0
-    assert other.store.awaited == set()
+    assert other.store.pending == set()
 
 
 def test_a_prefix_on_its_way_to_the_store_is_not_evicted() -> None:
@@ -278,7 +278,7 @@ def test_a_load_takes_no_room_that_is_locked() -> None:
     other.end_all(other.take())
     (put,) = other.take().puts
     assert not other.search(other.tokens(1)).loads
-    assert other.store.awaited == set()
+    assert other.store.pending == set()
     other.end(put)
     assert other.search(other.tokens(1)).loads
 
@@ -294,7 +294,7 @@ def test_nothing_is_loaded_behind_a_beginning_that_was_evicted_meanwhile() -> No
     other.tier.blocks.cache.evict(2)
     other.end(search)
     assert not other.take().loads
-    assert other.store.awaited == set()
+    assert other.store.pending == set()
 
 
 def test_a_load_skips_the_pages_that_the_host_has_got_meanwhile() -> None:
@@ -352,7 +352,7 @@ def test_a_request_waits_no_more_for_what_is_overdue() -> None:
     other.store.search(WAITER, other.tokens(1), "", 0)
     (search,) = other.take().searches
     other.store.overdue(search.number)
-    assert other.store.awaited == set()
+    assert other.store.pending == set()
     # What it brings later is kept.
     other.end(search)
     (load,) = other.take().loads
@@ -368,23 +368,23 @@ def test_a_prefix_is_loaded_once_for_all_that_wait_for_it() -> None:
     for rid, prompt in (("a", tokens), ("b", tokens), ("c", longer), ("d", rank.tokens(2))):
         other.store.search(Waiter(rid, 0, 24, 0), prompt, "", 0)
     search, elsewhere = other.take().searches
-    assert other.store.awaited == {"a", "b", "c", "d"}
+    assert other.store.pending == {"a", "b", "c", "d"}
     other.end(search)
     other.end(elsewhere)
     taken = other.take()
     (load,) = taken.loads
     assert len(load.blocks[0]) == 4
     assert not taken.searches
-    assert other.store.awaited == {"a", "b", "c"}
+    assert other.store.pending == {"a", "b", "c"}
     other.end(load)
     # The rest of the longer one is searched now.
-    assert other.store.awaited == {"c"}
+    assert other.store.pending == {"c"}
     (search,) = other.take().searches
     other.end(search)
     (load,) = other.take().loads
     assert len(load.blocks[0]) == 2
     other.end(load)
-    assert other.store.awaited == set()
+    assert other.store.pending == set()
     assert other.num_here(longer) == len(longer)
 
 
@@ -398,7 +398,7 @@ def test_after_a_miss_no_search_waits_for_another() -> None:
     assert len(searches) == 2
     for each in searches:
         rank.end(each)
-    assert rank.store.awaited == set()
+    assert rank.store.pending == set()
 
 
 def test_all_that_wait_for_an_overdue_search_wait_no_more() -> None:
@@ -407,7 +407,7 @@ def test_all_that_wait_for_an_overdue_search_wait_no_more() -> None:
         rank.store.search(Waiter(rid, 0, 24, 0), rank.tokens(1), "", 0)
     (search,) = rank.take().searches
     rank.store.overdue(search.number)
-    assert rank.store.awaited == set()
+    assert rank.store.pending == set()
     rank.end(search)
     assert not rank.take().searches
 

@@ -6,7 +6,7 @@ import pytest
 
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.scheduler.admission.admission import MAX_SKEW_REQUESTS
-from sgl_jax.scheduler.admission.step_room import RankRoom
+from sgl_jax.scheduler.admission.rank_capacity import RankCapacity
 from sgl_jax.scheduler.request import Request
 from tests.scheduler.driver import Driver, generate, make_sizes, price_retracts_fully
 from tests.scheduler.liveness import due_of
@@ -30,7 +30,7 @@ def make_driver(
     return Driver(
         make_sizes(num_rows=num_running + 1, **sizes),
         SchedulerArgs(**settings),
-        max_passed_over=2,
+        max_skip_count=2,
     )
 
 
@@ -106,13 +106,13 @@ def test_a_hold_leaves_a_due_request_the_pages_that_it_grows_to(
     driver = make_driver(dp_size=1, num_pages=21, config=config)
     price_retracts_fully(driver.scheduler)
     held: list[int] = []
-    hold = RankRoom.hold
+    hold = RankCapacity.hold
 
-    def watched(room: RankRoom, request: Request, num_pages: int, num_steps: int) -> None:
+    def watched(room: RankCapacity, request: Request, num_pages: int, num_steps: int) -> None:
         hold(room, request, num_pages, num_steps)
         held.append(int(room._rooms[0].held_pages))
 
-    monkeypatch.setattr(RankRoom, "hold", watched)
+    monkeypatch.setattr(RankCapacity, "hold", watched)
     start(driver, "a", [1] * 41, 24, 0)
     driver.submit(generate("big", [4] * 61, 12))  # 16 pages at its start, 18 eight tokens later
     for i in range(2):
@@ -130,14 +130,14 @@ def test_the_step_of_a_due_request_is_fixed_as_its_rank_is_held(
 ) -> None:
     driver = make_driver(dp_size=1, num_pages=21)
     holds: list[tuple[int, int, int]] = []
-    hold = RankRoom.hold
+    hold = RankCapacity.hold
 
-    def watched(room: RankRoom, request: Request, num_pages: int, num_steps: int) -> None:
+    def watched(room: RankCapacity, request: Request, num_pages: int, num_steps: int) -> None:
         hold(room, request, num_pages, num_steps)
         until_step = driver.scheduler._steps + num_steps
         holds.append((until_step, num_pages, int(room._rooms[0].held_most)))
 
-    monkeypatch.setattr(RankRoom, "hold", watched)
+    monkeypatch.setattr(RankCapacity, "hold", watched)
     start(driver, "a", [1] * 41, 30, 0)  # ends in 30 steps: at moment 32 it is gone
     driver.submit(generate("big", [4] * 61, 12))
     for i in range(2):
@@ -405,7 +405,7 @@ def test_a_rank_with_room_for_all_is_forecast_as_soon_as_it_has_not(
     started = []
     for is_always in (False, True):
         if is_always:
-            monkeypatch.setattr(RankRoom, "_is_ample", lambda self, num_left: False)
+            monkeypatch.setattr(RankCapacity, "_is_ample", lambda self, num_left: False)
         driver = make_driver(
             dp_size=1,
             num_pages=201,

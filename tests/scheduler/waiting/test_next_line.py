@@ -19,11 +19,11 @@ from sgl_jax.scheduler.forecast.output_lengths import MOMENTS
 from tests.scheduler.forecast.test_fits import TO_ITS_LIMIT, need, room
 
 NUM_TENANTS = 3
-MAX_PASSED_OVER = 4
+MAX_SKIP_COUNT = 4
 # How a line is found -> arguments of `find`.
 WAYS: dict[str, dict[str, Any]] = {
     "fits": {},
-    "due": {"passed_over": [MAX_PASSED_OVER]},
+    "due": {"skip_count": [MAX_SKIP_COUNT]},
     "preempts": {"preempts": [[True]]},
 }
 NO_PREEMPTION = np.zeros((0, 0), np.bool_)
@@ -44,15 +44,15 @@ def find(rooms: Rooms, needs: Needs, **arguments: Any) -> tuple[int, int]:
         "needs": needs,
         "tenant": np.zeros(end, np.int32),
         "open_tenants": np.zeros((count, NUM_TENANTS), np.bool_),
-        "passed_over": np.zeros(end, np.int32),
-        "max_passed_over": MAX_PASSED_OVER,
+        "skip_count": np.zeros(end, np.int32),
+        "max_skip_count": MAX_SKIP_COUNT,
         "in_use": np.full((len(ranks), end), -1, np.int32),
         "chances": TO_ITS_LIMIT,
         "moments": MOMENTS,
     }
     for name, value in arguments.items():
         settings[name] = np.array(value, np.asarray(settings[name]).dtype)
-    for name in ("start", "max_passed_over"):
+    for name in ("start", "max_skip_count"):
         settings[name] = int(settings[name])
     index, found = next_line(*settings.values())
     return index, found
@@ -75,7 +75,7 @@ def test_the_first_line_that_fits_is_found() -> None:
 
 def test_a_line_that_never_starts_is_left_out() -> None:
     needs = np.concatenate([need(10, 0), need(10, 0)])
-    due = {"passed_over": [MAX_PASSED_OVER, 0]}
+    due = {"skip_count": [MAX_SKIP_COUNT, 0]}
     assert find(room(90), needs, least=[[NEVER, 10]], **due) == (1, MAY_START)
     assert find(room(95), needs, least=[[NEVER, 10]], **due) == (2, MAY_HOLD)
 
@@ -129,7 +129,7 @@ def test_pages_in_use_are_not_asked_for_if_the_line_fits_on_another_rank() -> No
 
 def test_a_rank_may_be_held_for_a_due_line_that_does_not_fit() -> None:
     needs = np.concatenate([need(10, 0), need(10, 0), need(1, 0)])
-    due = {"passed_over": [MAX_PASSED_OVER - 1, MAX_PASSED_OVER, 0]}
+    due = {"skip_count": [MAX_SKIP_COUNT - 1, MAX_SKIP_COUNT, 0]}
     assert find(room(95), needs, **due) == (1, MAY_HOLD)
     assert find(room(95), needs, **due, start=2) == (2, MAY_START)
     assert find(room(90), needs, **due, start=1) == (1, MAY_START)
@@ -138,7 +138,7 @@ def test_a_rank_may_be_held_for_a_due_line_that_does_not_fit() -> None:
 
 
 def test_no_rank_is_held_twice() -> None:
-    due = {"passed_over": [MAX_PASSED_OVER]}
+    due = {"skip_count": [MAX_SKIP_COUNT]}
     held = room(95, held_above=0)
     assert find(held, need(10, 0), **due) == (1, MAY_HOLD)
     assert find(np.concatenate([held, room(95)]), need(10, 0), **due) == (0, MAY_HOLD)
@@ -147,7 +147,7 @@ def test_no_rank_is_held_twice() -> None:
 
 
 def test_no_rank_is_held_for_a_line_before_it_is_known_that_it_does_not_fit() -> None:
-    due = {"passed_over": [MAX_PASSED_OVER], "least": [[4]]}
+    due = {"skip_count": [MAX_SKIP_COUNT], "least": [[4]]}
     assert find(room(95), need(10, 0), **due) == (0, 0)
     assert find(room(95), need(10, 0), **due, in_use=in_use(4)) == (0, MAY_HOLD)
     assert find(room(95), need(10, 0), **due, in_use=in_use(5)) == (0, MAY_START)

@@ -14,9 +14,9 @@ from sgl_jax.mem_cache.release import publish_prefix, release_kv_cache
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.tenants import MAX_TENANTS
-from sgl_jax.scheduler.waiting.candidate_order import Offer
-from sgl_jax.scheduler.waiting.waiting_lines import LAST, MOST_ARRIVALS, first_lines, order_keys
-from sgl_jax.scheduler.waiting.waiting_queue import MAX_PASSED_OVER, WaitingQueue
+from sgl_jax.scheduler.waiting.admission_order import Offer
+from sgl_jax.scheduler.waiting.queue_loops import LAST, MOST_ARRIVALS, first_lines, order_keys
+from sgl_jax.scheduler.waiting.waiting_queue import MAX_SKIP_COUNT, WaitingQueue
 from tests.scheduler.driver import make_sizes
 from tests.scheduler.liveness import due_of
 
@@ -183,10 +183,10 @@ def test_a_stream_of_better_requests_does_not_starve_another() -> None:
     queue = Queue("lpm")
     oldest = queue.add(0)
     queue.add(1, 16)
-    for arrival in range(2, 3 * MAX_PASSED_OVER):
+    for arrival in range(2, 3 * MAX_SKIP_COUNT):
         first = queue.order()[0]
         if first == 0:
-            assert arrival == MAX_PASSED_OVER + 2
+            assert arrival == MAX_SKIP_COUNT + 2
             assert due_of(queue.waiting) == [oldest]
             return
         (request,) = (r for r in queue.waiting if r.arrival == first)
@@ -199,7 +199,7 @@ def test_a_stream_of_better_requests_does_not_starve_another() -> None:
 def test_requests_of_a_higher_priority_pass_over_none(priority: int) -> None:
     queue = Queue()
     queue.add(0)
-    for arrival in range(1, 2 * MAX_PASSED_OVER):
+    for arrival in range(1, 2 * MAX_SKIP_COUNT):
         queue.waiting.started(queue.add(arrival, priority=priority), 0, PLENTY)
     assert due_of(queue.waiting) == []
 
@@ -220,7 +220,7 @@ def test_a_floor_leaves_out_its_own_priority_and_lower_ones() -> None:
 def test_a_floor_leaves_out_due_requests_as_well() -> None:
     queue = Queue("fcfs")
     queue.add(0)
-    for arrival in range(1, MAX_PASSED_OVER + 1):
+    for arrival in range(1, MAX_SKIP_COUNT + 1):
         queue.waiting.started(queue.add(arrival), 0, PLENTY)
     assert [request.arrival for request in due_of(queue.waiting)] == [0]
     offer = queue.offer(0)
@@ -248,12 +248,12 @@ def test_a_limit_of_tokens_leaves_out_longer_requests_of_the_lowest_priority_tha
 def test_a_request_that_becomes_due_in_a_step_is_tried_in_it() -> None:
     queue = Queue("lpm", cached_len=32)
     queue.add(0, tokens=[7] * 60)  # fits nowhere
-    for arrival in range(1, MAX_PASSED_OVER):
+    for arrival in range(1, MAX_SKIP_COUNT):
         queue.waiting.started(queue.add(arrival), 0, PLENTY)
-    queue.add(MAX_PASSED_OVER, 16)  # has a longer prefix
+    queue.add(MAX_SKIP_COUNT, 16)  # has a longer prefix
     tried = queue.tried(queue.offer(6))
     first = next(tried)
-    assert first.arrival == MAX_PASSED_OVER
+    assert first.arrival == MAX_SKIP_COUNT
     queue.waiting.started(first, 0, PLENTY)
     assert [request.arrival for request in tried] == [0]
 
@@ -388,9 +388,9 @@ def pass_over(queue: Queue, arrivals: range, dp_rank: int = 0) -> None:
 def test_a_request_is_passed_over_by_younger_ones_alone() -> None:
     queue = Queue()
     queue.add(10_000)
-    pass_over(queue, range(2 * MAX_PASSED_OVER))
+    pass_over(queue, range(2 * MAX_SKIP_COUNT))
     assert due_of(queue.waiting) == []
-    pass_over(queue, range(10_001, 10_001 + MAX_PASSED_OVER - 1))
+    pass_over(queue, range(10_001, 10_001 + MAX_SKIP_COUNT - 1))
     assert due_of(queue.waiting) == []
     pass_over(queue, range(20_000, 20_001))
     assert [request.arrival for request in due_of(queue.waiting)] == [10_000]
@@ -399,10 +399,10 @@ def test_a_request_is_passed_over_by_younger_ones_alone() -> None:
 def test_what_starts_where_a_request_may_not_run_does_not_pass_it_over() -> None:
     queue = Queue(dp_size=2)
     pinned = queue.add(0, dp_rank=1)
-    pass_over(queue, range(1, 2 * MAX_PASSED_OVER), dp_rank=0)
-    assert not queue.waiting.is_due(pinned)
-    pass_over(queue, range(1000, 1000 + MAX_PASSED_OVER), dp_rank=1)
-    assert queue.waiting.is_due(pinned)
+    pass_over(queue, range(1, 2 * MAX_SKIP_COUNT), dp_rank=0)
+    assert not queue.waiting.is_starved(pinned)
+    pass_over(queue, range(1000, 1000 + MAX_SKIP_COUNT), dp_rank=1)
+    assert queue.waiting.is_starved(pinned)
 
 
 @pytest.mark.parametrize("num_tokens", [17, 21, 37])
@@ -414,11 +414,11 @@ def test_a_request_that_lacks_pages_is_due_by_the_service_that_later_ones_receiv
     oldest = queue.add(0, tokens=tokens)
     service = queue.waiting._columns.service
     needed = float(service[oldest.line])
-    for number in range(1, MAX_PASSED_OVER):
+    for number in range(1, MAX_SKIP_COUNT):
         request = queue.add(number, tokens=tokens[:num_tokens])
         received = number * float(service[request.line])
         queue.waiting.started(request, 0, num_free=9)  # of 10 pages
-        assert queue.waiting.is_due(oldest) == (received >= needed)
+        assert queue.waiting.is_starved(oldest) == (received >= needed)
         if received >= needed:
             return
     pytest.fail("it is due after as many passes as one that lacks no pages")
@@ -435,22 +435,22 @@ def test_the_service_of_requests_with_a_longer_prefix_makes_no_other_due() -> No
 def test_a_request_that_lacks_no_pages_beside_its_cached_prefix_is_due_by_passes_alone() -> None:
     queue = Queue("fcfs")
     queue.add(0, 32)  # 10 pages, 8 of them cached
-    for arrival in range(1, MAX_PASSED_OVER):
+    for arrival in range(1, MAX_SKIP_COUNT):
         queue.waiting.started(queue.add(arrival, 32), 0, num_free=2)
         assert due_of(queue.waiting) == []
-    queue.waiting.started(queue.add(MAX_PASSED_OVER, 32), 0, num_free=2)
+    queue.waiting.started(queue.add(MAX_SKIP_COUNT, 32), 0, num_free=2)
     assert [request.arrival for request in due_of(queue.waiting)] == [0]
 
 
 def test_a_request_is_not_due_because_another_was() -> None:
     queue = Queue()
     first = queue.add(0)
-    pass_over(queue, range(1, 1 + MAX_PASSED_OVER))
-    assert queue.waiting.is_due(first)
+    pass_over(queue, range(1, 1 + MAX_SKIP_COUNT))
+    assert queue.waiting.is_starved(first)
     queue.waiting.remove(first)
     second = queue.add(5000)
     assert second.line == first.line
-    assert not queue.waiting.is_due(second)
+    assert not queue.waiting.is_starved(second)
 
 
 # -- waiting for a prefix, or for a rank ------------------------------------------------------
@@ -479,13 +479,13 @@ def test_a_request_is_not_tried_until_what_it_follows_has_published_or_is_gone(
         release_kv_cache(memory, lease, tokens, insert=True)
     assert queue.order() == [0]
     assert queue.waiting.leader_of(request) is None
-    assert queue.waiting.stays_for(request) == dp_rank
+    assert queue.waiting.deferred_rank(request) == dp_rank
 
 
 def test_a_request_that_stays_for_a_rank_is_tried_when_that_has_room_or_the_step_has_come() -> None:
     queue = Queue(dp_size=2)
     request = queue.add(0)
-    assert queue.waiting.stays_for(request) is None
+    assert queue.waiting.deferred_rank(request) is None
     queue.waiting.stay(request, 0, until_step=1)
     assert queue.order(open_ranks=(1,)) == []
     assert queue.order(open_ranks=(0,)) == queue.order(open_ranks=(0, 1)) == [0]
@@ -505,7 +505,7 @@ def test_a_request_waits_for_nothing_that_the_last_one_of_its_line_waited_for() 
     second = queue.add(1)
     assert second.line == first.line
     assert queue.waiting.leader_of(second) is None
-    assert queue.waiting.stays_for(second) is None
+    assert queue.waiting.deferred_rank(second) is None
     assert queue.order(open_ranks=(1,)) == [1]
 
 
@@ -542,13 +542,13 @@ def test_of_many_that_were_passed_over_one_starts_and_the_others_are_passed_over
     """Else a long queue would be served in order of arrival, against its policy and priorities."""
     queue = Queue()
     olds = [queue.add(arrival) for arrival in range(50)]
-    for arrival in range(50, 50 + MAX_PASSED_OVER):
+    for arrival in range(50, 50 + MAX_SKIP_COUNT):
         queue.waiting.started(queue.add(arrival, 16), 0, PLENTY)
     assert due_of(queue.waiting) == olds
     queue.waiting.started(olds[1], 0, PLENTY)
     assert due_of(queue.waiting) == olds[:1]  # it is older: nothing that was due passes it over
     queue.waiting.started(olds[0], 0, PLENTY)
     assert due_of(queue.waiting) == []
-    for arrival in range(500, 500 + MAX_PASSED_OVER):
+    for arrival in range(500, 500 + MAX_SKIP_COUNT):
         queue.waiting.started(queue.add(arrival, 16), 0, PLENTY)
     assert due_of(queue.waiting) == olds[2:]

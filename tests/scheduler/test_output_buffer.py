@@ -4,7 +4,7 @@ import numpy as np
 
 from sgl_jax.core.engine_messages import RequestOutput
 from sgl_jax.core.scheduler_args import SchedulerArgs
-from sgl_jax.scheduler.gained_outputs import GainedOutputs
+from sgl_jax.scheduler.output_buffer import OutputBuffer
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
 from tests.scheduler.driver import generate, make_sizes
@@ -26,14 +26,14 @@ def make_ranks(*rids: str) -> Ranks:
     return ranks
 
 
-def gained(outputs: GainedOutputs) -> list[tuple[str, int]]:
+def gained(outputs: OutputBuffer) -> list[tuple[str, int]]:
     batch = outputs.take()
     assert batch is not None
     return list(zip(batch.rids, batch.token_ids(), strict=True))
 
 
 def test_what_was_gained_is_taken_once() -> None:
-    outputs, ranks = GainedOutputs(2), make_ranks("ab", "c")
+    outputs, ranks = OutputBuffer(2), make_ranks("ab", "c")
     rows = np.array([2, 1, NUM_ROWS + 1])
     outputs.add_plain(ranks, rows, [0, 2, 3], np.array([7, -8, 2**31 - 1], np.int32))
     outputs.add_plain(ranks, rows[:2], [0, 2, 2], np.array([1, 2], np.int32))
@@ -42,7 +42,7 @@ def test_what_was_gained_is_taken_once() -> None:
 
 
 def test_a_row_that_another_request_holds_now_gains_for_that() -> None:
-    outputs, ranks = GainedOutputs(1), make_ranks("ab")
+    outputs, ranks = OutputBuffer(1), make_ranks("ab")
     outputs.add_plain(ranks, np.array([1, 2]), [0, 2], np.array([3, 4], np.int32))
     ranks.ranks[0].running.remove(2)
     run(ranks, 0, 2, "c")
@@ -51,7 +51,7 @@ def test_a_row_that_another_request_holds_now_gains_for_that() -> None:
 
 
 def test_only_what_is_kept_is_left_after_clear_to() -> None:
-    outputs, ranks = GainedOutputs(1), make_ranks("a")
+    outputs, ranks = OutputBuffer(1), make_ranks("a")
     outputs.add_plain(ranks, np.array([1]), [0, 1], np.array([3], np.int32))
     outputs.clear_to([RequestOutput("b", [5], 0, 0)])
     batch = outputs.take()

@@ -25,8 +25,7 @@ from sgl_jax.scheduler.forecast.fits import (
 from sgl_jax.scheduler.forecast.output_lengths import MOMENTS, OutputLengths
 from sgl_jax.scheduler.preemption import Preemptible
 from sgl_jax.scheduler.tenants import NUM_LEVELS, Tenants, Turns
-from sgl_jax.scheduler.waiting.waiting_columns import WaitingColumns
-from sgl_jax.scheduler.waiting.waiting_lines import (
+from sgl_jax.scheduler.waiting.queue_loops import (
     LAST,
     MOST_LEVELS,
     NUM_REUSES,
@@ -36,6 +35,7 @@ from sgl_jax.scheduler.waiting.waiting_lines import (
     order_keys,
     reuse_order,
 )
+from sgl_jax.scheduler.waiting.waiting_columns import WaitingColumns
 
 _NONE_PREEMPTS = np.zeros((0, 0), np.bool_)
 # Number of lines sorted first.
@@ -62,7 +62,7 @@ class Levels(NamedTuple):
     number: int  # from the lowest to the highest
 
 
-class CandidateOrder:
+class AdmissionOrder:
     """The lines of waiting requests that may start, in admission order.
 
     Args:
@@ -70,7 +70,7 @@ class CandidateOrder:
         memories: the memories of all ranks.
         tenants: the tenants of the requests.
         lengths: the estimate of output lengths.
-        max_passed_over: a request passed over by this many later requests is due.
+        max_skip_count: a request passed over by this many later requests is due.
     """
 
     uses_cached_len = False  # whether the longest cached prefix comes first
@@ -81,13 +81,13 @@ class CandidateOrder:
         memories: Sequence[RankMemory],
         tenants: Tenants,
         lengths: OutputLengths,
-        max_passed_over: int,
+        max_skip_count: int,
     ) -> None:
         self._columns = columns
         self._memories = memories
         self._tenants = tenants
         self._lengths = lengths
-        self._max_passed_over = max_passed_over
+        self._max_skip_count = max_skip_count
 
     def lines(
         self,
@@ -104,11 +104,11 @@ class CandidateOrder:
         ranks = (offer.rooms["is_open"] | offer.may_preempt).nonzero()[0]
         least = self._least_pages(offer.rooms, ranks, step)
         preempts = self._find_preempting(ranks, least, preemptible, threshold)
-        turns, passed_over = self._tenants.turns(), columns.passed_over[:end]
+        turns, skip_count = self._tenants.turns(), columns.skip_count[:end]
         if turns is not None and turns.is_lagging.any():
             is_lagging = turns.is_lagging[columns.tenant[:end]]
-            passed_over = np.where(is_lagging, self._max_passed_over, passed_over)
-        keys = self._order_keys(least, turns, passed_over >= self._max_passed_over, levels)
+            skip_count = np.where(is_lagging, self._max_skip_count, skip_count)
+        keys = self._order_keys(least, turns, skip_count >= self._max_skip_count, levels)
         in_use = np.full(least.shape, -1, np.int32)
         in_use_at: list[dict[int, int]] = [{} for _ in ranks]
         for order in self._sorted_parts(keys, offer, ranks, least):
@@ -124,8 +124,8 @@ class CandidateOrder:
                     columns.needs,
                     columns.tenant,
                     offer.open_tenants,
-                    passed_over,
-                    self._max_passed_over,
+                    skip_count,
+                    self._max_skip_count,
                     in_use,
                     self._lengths.chances,
                     MOMENTS,
@@ -251,7 +251,7 @@ class CandidateOrder:
         return [counted[place] for place in places]
 
     def _order_keys(
-        self, least: Int32Array, turns: Turns | None, is_due: BoolArray, levels: Levels
+        self, least: Int32Array, turns: Turns | None, is_starved: BoolArray, levels: Levels
     ) -> Int64Array:
         """Return int64[end], a sort key of each line for admission order."""
         columns = self._columns
@@ -273,20 +273,20 @@ class CandidateOrder:
             turn,
             columns.is_retracted,
             columns.most_cached,
-            is_due,
+            is_starved,
             columns.arrival,
         )
         return keys
 
     def _reuse_order(self) -> Int32Array:
         columns, end = self._columns, self._columns.end
-        stems = self._memories[0].cache.cursors.columns  # equal on every rank
+        shared_prefixes = self._memories[0].cache.cursors.columns  # equal on every rank
         order: Int32Array = reuse_order(
             columns.is_waiting[:end],
             columns.num_pages[:end],
             columns.most_cached[:end],
             columns.cursor[0, :end],
-            stems.parent,
-            stems.end_pages,
+            shared_prefixes.parent,
+            shared_prefixes.end_pages,
         )
         return order

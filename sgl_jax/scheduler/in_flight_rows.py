@@ -69,7 +69,7 @@ SHARE = np.dtype(
 )
 
 
-class LaunchedRows(NamedTuple):
+class InFlightRows(NamedTuple):
     """The rows of a launched step, rank by rank."""
 
     rows: Records  # LAUNCHED[n]

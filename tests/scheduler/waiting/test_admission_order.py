@@ -5,7 +5,7 @@ import pytest
 
 from sgl_jax.core.step_plan import BoolArray
 from sgl_jax.scheduler.forecast.fits import NEVER, Int64Array
-from sgl_jax.scheduler.waiting.waiting_lines import LAST, MOST_ARRIVALS, first_lines, order_keys
+from sgl_jax.scheduler.waiting.queue_loops import LAST, MOST_ARRIVALS, first_lines, order_keys
 from tests.scheduler.waiting.test_waiting_queue import Queue
 
 # Around the size of the first part, 64, which is sorted by itself.
@@ -45,7 +45,7 @@ def test_one_that_fits_is_found_behind_many_that_do_not_as_is_one_that_is_due() 
         queue.add(arrival, 32, priority=1)
     for arrival in (100, 101, 102):
         queue.add(arrival, 32 if arrival == 101 else 0)
-    queue.waiting._columns.passed_over[queue.waiting._requests["r101"].line] = 2**30
+    queue.waiting._columns.skip_count[queue.waiting._requests["r101"].line] = 2**30
     tried = queue.waiting.candidates(queue.offer(3), 0, [], 0)
     found = [(request.arrival, may_start) for request, may_start in tried]
     assert found == [(101, False), (100, True), (102, True)]

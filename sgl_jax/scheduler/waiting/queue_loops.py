@@ -191,13 +191,13 @@ def least_pages(
     assert end <= len(needs)
     assert len(is_open) == len(floor)
     for line in range(end):
-        stays_for = stay_rank[line] if stay_until[line] > step else _NO_RANK
-        assert stays_for < len(is_open)
+        deferred_rank = stay_rank[line] if stay_until[line] > step else _NO_RANK
+        assert deferred_rank < len(is_open)
         is_tried = is_waiting[line] and not awaits_event[line] and not has_leader[line]
-        if stays_for != _NO_RANK and not is_open[stays_for]:
+        if deferred_rank != _NO_RANK and not is_open[deferred_rank]:
             is_tried = False
         num_pages[line] = needs[line].pages if is_tried else _NEVER
-        stays[line], priority[line] = stays_for, needs[line].priority
+        stays[line], priority[line] = deferred_rank, needs[line].priority
     for k in range(len(ranks)):
         rank = ranks[k]
         assert 0 <= rank < len(may_run)
@@ -248,7 +248,7 @@ def order_keys(
     turn: Int32Array,
     is_retracted: BoolArray,
     most_cached: Int32Array,
-    is_due: BoolArray,
+    is_starved: BoolArray,
     arrival: Int64Array,
 ) -> Int64Array:
     """Return int64[end], sort keys in admission order; `LAST` if a line may start nowhere.
@@ -259,11 +259,11 @@ def order_keys(
         level: int64[end], 0 for the first level.
         turn: int32[end], the place of a line's tenant.
         is_retracted, most_cached, arrival: columns of the queue.
-        is_due: bool[end].
+        is_starved: bool[end].
     """
     num_ranks, end = least.shape
     keys = np.full(end, LAST, np.int64)
-    assert end == len(level) == len(turn) == len(is_due) <= len(arrival)
+    assert end == len(level) == len(turn) == len(is_starved) <= len(arrival)
     assert end <= len(is_retracted)
     assert end <= len(most_cached)
     first_arrival = LAST
@@ -276,7 +276,7 @@ def order_keys(
         if keys[line] == LAST:
             continue
         key = min(level[line], MOST_LEVELS) << 1
-        key = (key + (not is_due[line])) << 1
+        key = (key + (not is_starved[line])) << 1
         key = (key + (not is_retracted[line])) << _CACHED_BITS
         if uses_cached_len:
             key += MOST_CACHED - min(most_cached[line], MOST_CACHED)
@@ -328,7 +328,7 @@ def pass_over(
     started_service: float,
     num_free: int,
     started_cached: int,
-    max_passed_over: int,
+    max_skip_count: int,
     is_waiting: BoolArray,
     may_run: BoolArray,
     arrival: Int64Array,
@@ -338,14 +338,14 @@ def pass_over(
     num_pages: Int32Array,
     cached_pages: Int32Array,
     service: Float64Array,
-    passed_over: Int32Array,
+    skip_count: Int32Array,
 ) -> None:
     """Count a pass over each line below `end` that `may_run` there, is no less important, and comes
     before arrival number `started`: by arrival or, for another tenant, by that tenant's place in
     `turns`. If the started request was due, reset the passes over later lines.
 
     A line that lacked pages, since there were only `num_free`, has been passed over
-    `max_passed_over` times when the requests before it have received as much service as it needs. A
+    `max_skip_count` times when the requests before it have received as much service as it needs. A
     started request with more cached pages (`started_cached`) always comes before it and counts
     once. `service` is a column; `num_pages` and `cached_pages` are columns of that rank.
     """
@@ -362,10 +362,10 @@ def pass_over(
             num_passes, is_large = 1, num_pages[line] - cached_pages[line] > num_free
             if is_large and started_cached <= cached_pages[line]:
                 part = min(started_service / service[line], 1.0)
-                num_passes = max(int(max_passed_over * part), 1)
-            passed_over[line] = min(passed_over[line] + num_passes, max_passed_over)
+                num_passes = max(int(max_skip_count * part), 1)
+            skip_count[line] = min(skip_count[line] + num_passes, max_skip_count)
         elif was_due and not is_before and priority[line] <= started_priority:
-            passed_over[line] = 0
+            skip_count[line] = 0
 
 
 @compiled(

@@ -21,7 +21,7 @@ class _ListedRows(NamedTuple):
     rids: list[str]
 
 
-class GainedOutputs:
+class OutputBuffer:
     """The outputs of one or more steps, until `take`."""
 
     def __init__(self, dp_size: int) -> None:

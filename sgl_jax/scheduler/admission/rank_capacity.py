@@ -56,7 +56,7 @@ class Trial(NamedTuple):
     reads_host: bool  # whether the cost takes account of the host's memory
 
 
-class RankRoom:
+class RankCapacity:
     """The capacity of one rank in the step being planned.
 
     Args:
