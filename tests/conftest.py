@@ -1,8 +1,4 @@
-"""Five CPU devices for every test, so that meshes can be tried without accelerators.
-
-Meshes have four at most. While kernels that wait for each other are simulated on four, the fifth
-has the thread that converts the arguments of their callbacks.
-"""
+"""Four CPU devices for every test, so that meshes can be tried without accelerators."""
 
 import faulthandler
 import gc

@@ -116,9 +116,9 @@ def _request_platform(args: ServerArgs) -> None:
     """Set jax's platform and number of CPU devices; no effect after a device was touched."""
     if args.device == "cpu":  # do not initialize an unused accelerator
         jax.config.update("jax_platforms", "cpu")
-    if args.num_host_devices > 1 and "xla_force_host_platform_device_count" not in os.environ.get(
-        "XLA_FLAGS", ""
-    ):
+    configured: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
+    has_flag = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if args.num_host_devices > max(configured, 1) and not has_flag:
         try:
             jax.config.update("jax_num_cpu_devices", args.num_host_devices)
         except RuntimeError:

@@ -1,5 +1,9 @@
 """The mesh that is asked for, or a clear refusal; a compilation cache that others cannot write."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import numpy as np
 import pytest
@@ -41,6 +45,21 @@ def test_too_few_devices_are_named():
     needed = 2 * len(jax.devices())
     with pytest.raises(RuntimeError, match=rf"needs {needed} devices, found {needed // 2}"):
         make_mesh(ServerArgs(device="cpu", dp_size=needed))
+
+
+_MORE_DEVICES = """
+import jax
+from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.executor.devices import make_mesh
+jax.config.update("jax_num_cpu_devices", 3)
+assert make_mesh(ServerArgs(device="cpu", tp_size=2)).size == 2
+assert len(jax.devices()) == 3
+"""
+
+
+def test_more_cpu_devices_than_an_engine_needs_stay_as_configured():
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    subprocess.run([sys.executable, "-c", _MORE_DEVICES], env=environment, check=True, timeout=120)
 
 
 def test_a_platform_that_is_not_there_is_named():
