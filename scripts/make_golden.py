@@ -209,7 +209,7 @@ MODELS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig]] = {
         Qwen3NextForCausalLM,
         Qwen3NextConfig(**HYBRID | SHARED_EXPERT | {"num_hidden_layers": 8}),
     ),
-    # A convolution of another size, and a stretch that is no whole period.
+    # A convolution of another size, and a scan segment that is no whole period.
     "qwen3_5": (
         Qwen3_5ForCausalLM,
         Qwen3_5TextConfig(

@@ -23,15 +23,15 @@ class LoadedTree:
         self.allocator = PageAllocator(2 + (num_entries + 2000) * self.prompt_len // page_size)
         self.cache = RadixCache(FULL_ATTENTION, [self.allocator], page_size)
         self.rng = np.random.default_rng(0)
-        self.stems = self.rng.integers(0, VOCAB_SIZE, (100, self.prompt_len // 2), np.int32)
+        self.prefixes = self.rng.integers(0, VOCAB_SIZE, (100, self.prompt_len // 2), np.int32)
         for _ in range(num_entries):
             self.insert(self.prompt())
 
     def prompt(self) -> np.ndarray:
         """A prompt that shares its first half with others."""
-        stem = self.stems[self.rng.integers(len(self.stems))]
-        tail = self.rng.integers(0, VOCAB_SIZE, self.prompt_len - len(stem), np.int32)
-        return np.concatenate([stem, tail])
+        prefix = self.prefixes[self.rng.integers(len(self.prefixes))]
+        tail = self.rng.integers(0, VOCAB_SIZE, self.prompt_len - len(prefix), np.int32)
+        return np.concatenate([prefix, tail])
 
     def insert(self, tokens: np.ndarray) -> None:
         """The tree's work for one request: match, take pages for the rest, insert, unlock."""

@@ -30,9 +30,9 @@ from sgl_jax.scheduler.scheduler import Scheduler
 
 NUM_WAITING = 2048
 NUM_SESSIONS = 4000
-NUM_STEMS = 40
+NUM_PREFIXES = 40
 NUM_NAMESPACES = 4
-_STEM_LENS = (1200, 1800)
+_PREFIX_LENS = (1200, 1800)
 _TAIL_LENS = (100, 400)
 _TURN_LENS = (30, 90)
 _SHORT_LENS = (4, 6)
@@ -82,9 +82,9 @@ class ServingLoad:
         self.scheduler = Scheduler(sizes, args)
         self.loop = StepLoop(self.scheduler)
         self._rng = np.random.default_rng(0)
-        self._stems = [
+        self._prefixes = [
             self._rng.integers(0, VOCAB_SIZE, length)
-            for length in self._rng.integers(*_STEM_LENS, NUM_STEMS)
+            for length in self._rng.integers(*_PREFIX_LENS, NUM_PREFIXES)
         ]
         self._ids = count()
         self._turns: dict[str, str] = {}  # request id -> session whose turn it is
@@ -103,8 +103,8 @@ class ServingLoad:
         self._answer_lens = load.answer_lens
 
     def _fill(self, num_rows: int) -> None:
-        """Every rank has computed all stems, and requests of short prompts run."""
-        for number in range(NUM_STEMS):
+        """Every rank has computed all shared prefixes, and requests of short prompts run."""
+        for number in range(NUM_PREFIXES):
             for dp_rank in range(SIZES.dp_size):
                 sampling = SamplingParams(max_new_tokens=1)
                 self.scheduler.handle(self._request_for(number, [0], sampling, dp_rank))
@@ -153,16 +153,16 @@ class ServingLoad:
         return seconds
 
     def _request(self) -> GenerateRequest:
-        number = int(self._rng.integers(NUM_STEMS))
+        number = int(self._rng.integers(NUM_PREFIXES))
         return self._request_for(number, self._tokens(_TAIL_LENS), self._sampling())
 
     def _request_for(
         self, number: int, tail: list[int], sampling: SamplingParams, dp_rank: int | None = None
     ) -> GenerateRequest:
-        """A request that continues a stem."""
+        """A request that continues a shared prefix."""
         return GenerateRequest(
             rid=str(next(self._ids)),
-            input_ids=[*self._stems[number].tolist(), *tail],
+            input_ids=[*self._prefixes[number].tolist(), *tail],
             sampling=sampling,
             namespace=f"tenant {number % NUM_NAMESPACES}",
             priority=int(self._rng.integers(4)),

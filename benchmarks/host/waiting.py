@@ -1,6 +1,6 @@
 """Host time of steps before a long queue: does it grow with the number of requests that wait?
 
-One rank has memory for a few requests. Those that wait continue `NUM_STEMS` beginnings in turn, so
+One rank has memory for a few requests. Those that wait continue `NUM_PREFIXES` prefixes in turn, so
 a step evicts pages of one beginning to compute another, and each eviction concerns every request
 that waits with that beginning. Queues of different lengths take turns in one process, and the
 figures to compare are their ratios.
@@ -20,20 +20,20 @@ from sgl_jax.engine.loop.garbage import collect_if_many, schedule_collection
 from sgl_jax.scheduler.scheduler import Scheduler
 
 QUEUE_LENS = (100, 5_000, 20_000)
-NUM_STEMS = 4
-_STEM_LEN = 1024
+NUM_PREFIXES = 4
+_PREFIX_LEN = 1024
 _TAIL_LENS = (50, 100)
 _ANSWER_LENS = (4, 20)
-_NUM_PAGES = 200  # two stems and the tails behind them
+_NUM_PAGES = 200  # two prefixes and the tails behind them
 _TURN_STEPS = 50
 _WARM_STEPS = 100
 
 
 @cache
-def _stems() -> list[list[int]]:
+def _prefixes() -> list[list[int]]:
     rng = np.random.default_rng(0)
-    stems: list[list[int]] = rng.integers(0, VOCAB_SIZE, (NUM_STEMS, _STEM_LEN)).tolist()
-    return stems
+    prefixes: list[list[int]] = rng.integers(0, VOCAB_SIZE, (NUM_PREFIXES, _PREFIX_LEN)).tolist()
+    return prefixes
 
 
 class LongQueue:
@@ -67,7 +67,7 @@ class LongQueue:
         tail = self._rng.integers(0, VOCAB_SIZE, self._rng.integers(*_TAIL_LENS)).tolist()
         return GenerateRequest(
             rid=str(number),
-            input_ids=[*_stems()[number // 8 % NUM_STEMS], *tail],
+            input_ids=[*_prefixes()[number // 8 % NUM_PREFIXES], *tail],
             sampling=SamplingParams(max_new_tokens=int(self._rng.integers(*_ANSWER_LENS))),
         )
 
@@ -85,7 +85,7 @@ def waiting_lines(policy: str, num_steps: int) -> Iterator[str]:
     first = np.percentile(queues[0].seconds, 99)
     for queue, queue_len in zip(queues, QUEUE_LENS, strict=True):
         mean, p99 = np.mean(queue.seconds), np.percentile(queue.seconds, 99)
-        name = f"step, {policy}, {queue_len:,} wait on {NUM_STEMS} stems"
+        name = f"step, {policy}, {queue_len:,} wait on {NUM_PREFIXES} prefixes"
         yield (
             f"{name:<62} us: mean {mean * 1e6:,.1f}, p99 {p99 * 1e6:,.1f}, "
             f"{p99 / first:.2f} of the shortest queue's"

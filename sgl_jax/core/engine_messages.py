@@ -1,4 +1,4 @@
-"""Messages from the engine process to the front (text, HTTP): `EngineMessage`.
+"""Messages from the engine process to the frontend (text, HTTP): `EngineMessage`.
 
 Every message is a msgspec struct, tagged with its class name and sent as msgpack.
 """

@@ -1,7 +1,7 @@
-"""Messages from the front (text, HTTP) to the engine process: `FrontMessage`.
+"""Messages from the frontend (text, HTTP) to the engine process: `FrontMessage`.
 
 Every message is a msgspec struct, tagged with its class name and sent as msgpack. Each has a row in
-the table of `core/calls.py`. Messages to the front are in `engine_messages.py`.
+the table of `core/calls.py`. Messages to the frontend are in `engine_messages.py`.
 
 Annotations such as `Ge(0)` limit values from clients: the server checks them, the engine does not.
 """
@@ -87,12 +87,12 @@ def holder_of(tenant: Tenant | None) -> str:
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Generate a continuation of `input_ids`. The front validates it before sending it.
+    """Generate a continuation of `input_ids`. The frontend validates it before sending it.
 
     Args:
         rid: request id, unique among the requests in flight.
         input_ids: prompt token ids, at least one.
-        sampling: sampling parameters; `max_new_tokens` is set (the front fills in the default).
+        sampling: sampling parameters; `max_new_tokens` is set (the frontend fills in the default).
         return_logprob: report the log-probability of each generated token.
         top_logprobs_num: also report it for this many most likely tokens at each position.
         token_ids_logprob: also report it for these token ids, at most MAX_LOGPROB_IDS.
@@ -103,7 +103,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             has its session's namespace or "".
         priority: in [-2**31, 2**31); ignored unless scheduling by priority is on.
         is_prompt_only: the client needs no output. The engine still generates one token, which the
-            front drops.
+            frontend drops.
         is_length_default: the engine may lower `max_new_tokens` to the room that the session's
             history leaves: the client did not set it, or `--strict-max-tokens` is off.
         tenant: None: no tenant; all such requests share the engine as one tenant.
@@ -144,7 +144,7 @@ class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class StopRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The front found a stop string: the output ends after `num_output_tokens`.
+    """The frontend found a stop string: the output ends after `num_output_tokens`.
 
     The engine drops the tokens generated after that and sends no reply. If it has already ended the
     request, and that was a turn of `session`, the session drops them.
@@ -156,7 +156,7 @@ class StopRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class WithReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A message that the engine answers with a `Reply` of the same `rid`, set by the front."""
+    """A message that the engine answers with a `Reply` of the same `rid`, set by the frontend."""
 
     rid: str = ""
 

@@ -1,1 +1,1 @@
-"""The engine loop and its process, the front that feeds it, and the offline API."""
+"""The engine loop and its process, the frontend that feeds it, and the offline API."""

@@ -1,4 +1,4 @@
-"""Channels that carry messages between the engine loop and the front. Must not import jax.
+"""Channels that carry messages between the engine loop and the frontend. Must not import jax.
 
 Within one process a channel is a pair of queues. Between processes it is a pair of connected Unix
 sockets; the engine process inherits one end:
@@ -47,15 +47,15 @@ class Channel(Protocol):
         ...
 
     def send(self, message: EngineMessage) -> None:
-        """Queue a message for the front without blocking. Thread-safe."""
+        """Queue a message for the frontend without blocking. Thread-safe."""
         ...
 
 
 class InProcessChannel:
-    """A `Channel` within one process; the front puts messages into its `inbox`.
+    """A `Channel` within one process; the frontend puts messages into its `inbox`.
 
     Args:
-        deliver: called with each message for the front, in the sending thread.
+        deliver: called with each message for the frontend, in the sending thread.
     """
 
     def __init__(self, deliver: Callable[[EngineMessage], None]) -> None:
@@ -216,7 +216,7 @@ class SocketChannel(_Messages):
 
     def poll(self, timeout_s: float) -> list[FrontMessage]:
         if timeout_s > 0:
-            if not self._has_peer:  # the front's process has ended, and this process will end too
+            if not self._has_peer:  # the frontend's process has ended; this one will end too
                 time.sleep(timeout_s)
             elif not self._readable.poll(int(timeout_s * 1000) + 1):
                 return []
@@ -230,7 +230,7 @@ class SocketChannel(_Messages):
 
 
 class EngineClient(_Messages):
-    """The front's end, on an asyncio loop. Only the loop's thread may create and use it.
+    """The frontend's end, on an asyncio loop. Only the loop's thread may create and use it.
 
     `engine_end`, the engine's end, is passed to the engine process and then closed here.
     """

@@ -1,4 +1,4 @@
-"""Sends heartbeats to the front, and detects a hanging engine loop.
+"""Sends heartbeats to the frontend, and detects a hanging engine loop.
 
 Both run in a separate thread. So heartbeats continue during a long step and while the model is
 loaded and compiled, and a hung device, which never returns an error, is detected.

@@ -60,8 +60,8 @@ def join_hosts(args: ServerArgs, address: str, port: int) -> None:
     """
     _request_platform(args)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # The command channel (hosts/channel.py) detects a lost host and reports the reason; jax would
-    # abort host 0. jax would also catch SIGTERM, which the server process handles.
+    # The command channel (multihost/channel.py) detects a lost host and reports the reason; jax
+    # would abort host 0. jax would also catch SIGTERM, which the server process handles.
     jax.config.update("jax_enable_recoverability", True)
     jax.config.update("jax_enable_preemption_service", False)
     host = f"[{address}]" if ":" in address else address

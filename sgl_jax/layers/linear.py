@@ -36,7 +36,7 @@ class Linear(nnx.Module):
         *,
         scatters: bool = False,
     ) -> None:
-        """`scatters`: if the inputs are split, each chip gets its share of the tokens' sums."""
+        """Declare the map. If it `scatters` and splits inputs, a chip gets a share of the sums."""
         by_input = TENSOR_AXIS if split == "inputs" else None
         by_output = TENSOR_AXIS if split == "outputs" else None
         self.weight: nnx.Param[Any] | QuantizedMatrix

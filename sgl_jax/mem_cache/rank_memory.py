@@ -32,8 +32,8 @@ class RankMemory(RankRecords):
     @property
     def num_reclaimable_pages(self) -> int:
         """Return the pages available if every idle session were evicted, in O(1)."""
-        num_parked = self.cache.num_protected[0] - self.locked[0].num_running
-        return self.num_available_pages + num_parked + self.session_held[0]
+        num_idle = self.cache.num_protected[0] - self.locked[0].num_running
+        return self.num_available_pages + num_idle + self.session_held[0]
 
     @property
     def can_keep_state(self) -> bool:
@@ -84,7 +84,7 @@ class RankMemory(RankRecords):
         return lease
 
     def set_first_pages(self, lease: KVLease, length: int) -> None:
-        """For each sliding-window group, record the first page that the token at `length` reads."""
+        """Record, for each sliding window, the first page that the token at `length` reads."""
         for number, group in enumerate(self.groups):
             if group.sliding_window is not None:
                 first = first_page_of(group.sliding_window, self.page_size, length)
@@ -122,9 +122,10 @@ class RankMemory(RankRecords):
             locked.mark_idle(listed)
         self._count_held(lease, 1)
 
-    def unpark(self, lease: KVLease) -> None:
+    def mark_running(self, lease: KVLease) -> None:
+        """Count `lease` as a running request's instead of an idle session's."""
         for locked, listed in zip(self.locked, self._locked_pages(lease), strict=True):
-            locked.unpark(listed)
+            locked.mark_running(listed)
         self._count_held(lease, -1)
 
     def _locked_pages(self, lease: KVLease) -> list[Int32Array]:

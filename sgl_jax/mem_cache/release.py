@@ -46,12 +46,12 @@ def publish_prefix(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> No
     """
     lease.require_live()
     memory.lock(_hand_to_tree(memory, lease, tokens))
-    if not memory.lists_all:  # else the host tier gets one offer, at the lease's end
+    if not memory.lists_all:  # else the CPU tier gets one offer, at the lease's end
         _offer_to_host(memory, lease, tokens)
 
 
 def _offer_to_host(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> None:
-    """Report the cached prefix of a lease to the host tier. Pages that windows pass are gone by the
+    """Report the cached prefix of a lease to the CPU tier. Pages that windows pass are gone by the
     lease's end, so a lease with windows reports each publication."""
     if memory.watcher is not None and lease.cache_protected_len:
         memory.watcher.gained(tokens[: lease.cache_protected_len], lease.namespace)
@@ -87,8 +87,8 @@ def _hand_to_tree(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> Int
 
 
 def _leave_windows(memory: RankMemory, lease: KVLease, pages: Int32Array, first: int) -> Int32Array:
-    """After `pages` int32[groups, n] are published from page `first` on, keep only the window locks
-    needed at the lease's end. Return the pages still locked."""
+    """Keep only the window locks that are needed at the lease's end, after `pages` int32[groups, n]
+    are published from page `first` on. Return the pages still locked."""
     rows, row = memory.rows, lease.row
     end = lease.cache_protected_len // memory.page_size
     for number, group in enumerate(memory.groups):
@@ -192,7 +192,7 @@ def resume_lease(memory: RankMemory, session_id: str, num_tokens: int) -> KVLeas
             "or a window has passed them"
         )
     lease = memory.sessions.check_out(session_id)
-    memory.unpark(lease)
+    memory.mark_running(lease)
     go_back(memory, lease, length)
     _cut(memory, lease, length)
     return lease
@@ -246,7 +246,7 @@ def release_idle_lease(memory: RankMemory, session_id: str) -> bool:
     lease = memory.sessions.remove(session_id)
     if lease is None:
         return False
-    memory.unpark(lease)
+    memory.mark_running(lease)
     # The session published all it could when it took the lease.
     release_kv_cache(memory, lease, _NO_TOKENS, insert=False)
     return True

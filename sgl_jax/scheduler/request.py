@@ -163,9 +163,9 @@ def max_request_len(
 ) -> int:
     """Return the maximum number of prompt and output tokens.
 
-    `prompt_len` includes a session's history. The front sets a default length without that history,
-    so such a length is reduced here (`is_length_default`). `capacity` is the session's limit of
-    tokens; 0 for none. Raises `InvalidRequestError` if the request cannot be served.
+    `prompt_len` includes a session's history. The frontend sets a default length without that
+    history, so such a length is reduced here (`is_length_default`). `capacity` is the session's
+    limit of tokens; 0 for none. Raises `InvalidRequestError` if the request cannot be served.
     """
     limit = sizes.max_request_tokens
     if capacity:

@@ -74,7 +74,7 @@ def build_app(refs: References, keys: ApiKeys) -> FastAPI:
 
 
 def with_cors(app: ASGIApp, args: ServerArgs) -> ASGIApp:
-    """Also serve `app` to pages of the origins in `--cors-allow-origins`.
+    """Serve `app` to pages of the origins in `--cors-allow-origins`, too.
 
     This is the outermost layer, so that a page can read every refusal.
     """

@@ -1,4 +1,4 @@
-"""The front's end of the line as a script: what it sends, turn by turn, and what it heard."""
+"""The frontend's end of the line as a script: what it sends, turn by turn, and what it heard."""
 
 from collections.abc import Iterator
 

@@ -1,6 +1,6 @@
 """An engine that follows a script instead of a model: each output repeats the prompt.
 
-It does what the front relies on of the real one (one finish per request, overshoot after a stop
+It does what the frontend relies on of the real one (one finish per request, overshoot after a stop
 string, replies), so everything above the engine can be tested without a device. Run as a program
 it takes the place of `python -m sgl_jax.engine`.
 """
@@ -78,7 +78,7 @@ LATE_TOKENS = 3
 HISTORY = 100  # tokens of every session
 DP_SIZE = 2
 PAGE_SIZE = 4
-MAX_RUNNING = 4  # what the front is told; the script runs all that comes
+MAX_RUNNING = 4  # what the frontend is told; the script runs all that comes
 LOGPROB = -0.5
 EOS = 1
 RANK_COUNTERS = {
@@ -100,7 +100,7 @@ class Running:
 
 @dataclass
 class ScriptedEngine:
-    """Set `step_s` to make steps take time; look at `seen` for what the front sent."""
+    """Set `step_s` to make steps take time; look at `seen` for what the frontend sent."""
 
     step_s: float = 0.0
     max_request_tokens: int = 256

@@ -51,7 +51,7 @@ STATIONS = {
     "engine.front.frontend:Frontend.submit": "server.answer_stream:StreamGroup",
     "engine.channels:_Messages.send": "engine.front.frontend:Frontend.submit",
 }
-# The front gets the channel's `send` as an argument.
+# The frontend gets the channel's `send` as an argument.
 CALLED = {"engine.channels:_Messages.send": "_send"}
 
 ROOT = Path(sgl_jax.__file__).parent

@@ -1,4 +1,4 @@
-"""The front hears of an engine that runs, and an engine whose loop stands still ends."""
+"""The frontend hears of an engine that runs, and an engine whose loop stands still ends."""
 
 import queue
 import threading

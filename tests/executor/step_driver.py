@@ -1,4 +1,4 @@
-"""Plans steps by hand, as a scheduler would, with pages dealt out once and for all."""
+"""Plans steps by hand, as a scheduler would, with pages assigned once and for all."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

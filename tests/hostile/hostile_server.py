@@ -1,6 +1,6 @@
 """A server process under attack: how long `/health` takes meanwhile, and what memory stays.
 
-The server is real; its engine follows a script, so that all time and memory is the front's.
+The server is real; its engine follows a script, so that all time and memory is the frontend's.
 """
 
 import contextlib

@@ -60,7 +60,7 @@ class LookbackModel:
     def longest_match(self, tokens: Tokens) -> Tokens:
         return next(filter(self.can_resume, reversed(self.prefixes(tokens))), ())
 
-    # 2. A lease that ends at l locks exactly these intervals, less what it has let go of.
+    # 2. A lease that ends at l locks exactly these intervals, less what it has freed.
 
     def locked(self) -> list[set[Tokens]]:
         """Of each group, the prefixes whose values leases hold."""

@@ -25,7 +25,7 @@ class Prompts:
         self.cache = RadixCache(groups, self.pools, 1, eviction_policy="lru")
 
     def keep(self, prompt: str, window_from: int = 0) -> TreeNode:
-        """A request computes `prompt`, and has let go of its window's pages before `window_from`.
+        """A request computes `prompt`, and has freed its window's pages before `window_from`.
 
         Its lock stays: the answer is where.
         """
@@ -90,7 +90,7 @@ def test_a_lease_locks_the_path_and_its_window() -> None:
     assert prompts.cache.num_protected == [5, 4]  # the window's b, c and d, e
 
 
-def test_a_lease_may_let_go_of_its_window_and_keeps_the_path() -> None:
+def test_a_lease_may_free_its_passed_window_and_keeps_the_path() -> None:
     prompts = Prompts()
     node = prompts.keep("abcdef")
     prompts.cache.unlock_passed(node, WINDOW, 0, 5)
@@ -100,7 +100,7 @@ def test_a_lease_may_let_go_of_its_window_and_keeps_the_path() -> None:
     assert prompts.cache.num_protected == [0, 0]
 
 
-# What is unlocked can be let go, value by value, from anywhere for WINDOW, from the leaves up for
+# What is unlocked can be freed, value by value, from anywhere for WINDOW, from the leaves up for
 # FULL; a value that no reachable position needs is dead and goes first.
 
 
@@ -164,7 +164,7 @@ def test_a_match_is_cut_to_an_earlier_position_and_locks_only_the_path_to_it() -
 # Insert fills what is missing, so a tombstone heals.
 
 
-def test_a_prompt_computed_again_brings_back_what_was_let_go() -> None:
+def test_a_prompt_computed_again_brings_back_what_was_freed() -> None:
     prompts = Prompts()
     prompts.publish("abcdef", window_from=4)
     assert (prompts.found("abcd"), prompts.held()) == (0, (6, 2))

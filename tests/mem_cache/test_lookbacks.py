@@ -46,7 +46,7 @@ def values_on_tree(cache: RadixCache) -> dict[Tokens, list[int]]:
 
 
 class LookbackMachine(RuleBasedStateMachine):
-    """Leases match, publish with what they still have, let go of windows early, and end."""
+    """Leases match, publish with what they still have, free windows early, and end."""
 
     layouts: ClassVar = [
         [(None, 0), (3, 0)],  # of each group: window in tokens, pool, whether it is recurrent

@@ -395,7 +395,7 @@ def test_a_snapshot_takes_the_place_of_one_that_is_not_locked_or_is_not_kept() -
     device.check(num_running=1)
 
 
-def test_a_row_lets_go_of_snapshots_before_its_last_certain_one() -> None:
+def test_a_row_frees_snapshots_before_its_last_certain_one() -> None:
     """But not of those at multiples of 8, which it publishes."""
     device = Device(make_memory())
     request = device.open(numbers())
@@ -432,7 +432,7 @@ def test_a_row_unlocks_the_trees_snapshot_when_it_has_a_certain_one() -> None:
     device.check(num_running=1)
 
 
-def test_a_row_that_begins_again_keeps_states_before_those_that_it_let_go_of() -> None:
+def test_a_row_that_begins_again_keeps_states_before_those_that_it_freed() -> None:
     device = Device(make_memory(use_radix_cache=False))
     request = device.open(numbers())
     device.memory.sessions.bind("s", request.lease)

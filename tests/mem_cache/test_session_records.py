@@ -83,7 +83,7 @@ def lock_a_page_too_many(memory: RankMemory) -> None:
 
 
 def forget_that_a_session_is_idle(memory: RankMemory) -> None:
-    memory.locked[0].unpark(memory.rows.pages[1, 0, :2])
+    memory.locked[0].mark_running(memory.rows.pages[1, 0, :2])
 
 
 def park_what_a_request_has_locked(memory: RankMemory) -> None:

@@ -48,7 +48,7 @@ class Chunk(NamedTuple):
 
 
 class Server:
-    """A model on a mesh, its cache, and pages dealt out in random order; one request per row."""
+    """A model on a mesh, its cache, and pages assigned in random order; one request per row."""
 
     def __init__(
         self,

@@ -202,12 +202,12 @@ def test_a_sparse_architecture_without_experts_is_refused():
     ("tp_size", "message"),
     [(3, "must divide the number of attention heads"), (32, "attention heads")],
 )
-def test_heads_that_cannot_be_dealt_out_are_refused(tp_size, message):
+def test_heads_that_chips_cannot_share_are_refused(tp_size, message):
     with pytest.raises(ValueError, match=message):
         build_model(read(), BuildOptions("float32", tp_size=tp_size))
 
 
-def test_kv_heads_that_cannot_be_dealt_out_are_refused():
+def test_kv_heads_that_chips_cannot_share_are_refused():
     config = read(num_attention_heads=12, num_key_value_heads=6, head_dim=8)
     with pytest.raises(ValueError, match="KV heads"):
         build_model(config, BuildOptions("float32", tp_size=4))

@@ -29,7 +29,7 @@ def test_scan_segments_of_known_models(kinds, expected):
 
 
 def least_sum(kinds):
-    """Of periods, by trying every first stretch."""
+    """Of periods, by trying every first segment."""
     if not kinds:
         return 0
     return min(
@@ -44,13 +44,13 @@ def least_sum(kinds):
 def test_any_layers_come_back_in_order_from_the_fewest(kinds):
     scan_segments = find_scan_segments(kinds)
     run = []
-    for stretch in scan_segments:
-        for turn in range(stretch.repeats):
-            for position in range(stretch.period):
-                run.append(stretch.layers_like(position)[turn])
-                assert kinds[run[-1]] == kinds[stretch.first + position]
+    for segment in scan_segments:
+        for turn in range(segment.repeats):
+            for position in range(segment.period):
+                run.append(segment.layers_like(position)[turn])
+                assert kinds[run[-1]] == kinds[segment.first + position]
     assert run == list(range(len(kinds)))
-    assert sum(stretch.period for stretch in scan_segments) == least_sum(kinds)
+    assert sum(segment.period for segment in scan_segments) == least_sum(kinds)
 
 
 def program_lines(num_layers):

@@ -1140,7 +1140,7 @@ MUTATIONS = (
     Mutation(
         "evict a session that goes on to be counted as idle",
         _RELEASE,
-        "    memory.unpark(lease)\n    # The session",
+        "    memory.mark_running(lease)\n    # The session",
         "    # The session",
     ),
     Mutation(
@@ -1152,14 +1152,14 @@ MUTATIONS = (
     Mutation(
         "call what idle sessions have locked beyond reach",
         _MEMORY,
-        "        return self.num_available_pages + num_parked + self.session_held[0]\n",
+        "        return self.num_available_pages + num_idle + self.session_held[0]\n",
         "        return self.num_available_pages + self.session_held[0]\n",
     ),
     Mutation(
         "call what requests share with idle sessions reclaimable",
         _MEMORY,
-        "num_parked = self.cache.num_protected[0] - self.locked[0].num_running",
-        "num_parked = self.locked[0].num_idle",
+        "num_idle = self.cache.num_protected[0] - self.locked[0].num_running",
+        "num_idle = self.locked[0].num_idle",
     ),
     Mutation(
         "take pages that a request shares for new ones",
@@ -2138,7 +2138,7 @@ MUTATIONS = (
         "",
     ),
     Mutation(
-        "leave a stem live though the walk does not get past its parent",
+        "leave a shared prefix live though the walk does not get past its parent",
         _CURSORS,
         "            if cursor.start < end.end:\n",
         "            if cursor.start <= end.end:\n",
@@ -2162,7 +2162,7 @@ MUTATIONS = (
         "            self._go_along(",
     ),
     Mutation(
-        "extend a stem, but not those that continue it",
+        "extend a shared prefix, but not those that continue it",
         _CURSORS,
         "            if start < cursor.end or not len(edge):\n                return\n",
         "            return\n",
@@ -2180,25 +2180,25 @@ MUTATIONS = (
         "return common_prefix_len(a, b)",
     ),
     Mutation(
-        "a stem that parts below its walk's end is not live",
+        "a shared prefix that parts below its walk's end is not live",
         _CURSORS,
         "            self._file(upper, node, end)\n",
         "            pass\n",
     ),
     Mutation(
-        "a stem that parts behind its walk's end stays live",
+        "a shared prefix that parts behind its walk's end stays live",
         _CURSORS,
         "        elif lower.reached <= end:\n",
         "        elif lower.reached < end:\n",
     ),
     Mutation(
-        "keep a stem where prompts part no more",
+        "keep a shared prefix where prompts part no more",
         _CURSORS,
         "not cursor.num_prompts and len(cursor.children) < 2:\n            rest",
         "not cursor.num_prompts and not cursor.children:\n            rest",
     ),
     Mutation(
-        "what continues a stem that is gone forgets where it stood",
+        "what continues a shared prefix that is gone forgets where it stood",
         _CURSORS,
         "                self._take_over(rest, cursor)\n",
         "                pass\n",
@@ -3026,7 +3026,7 @@ MUTATIONS = (
         "num_prompts[number]",
     ),
     Mutation(
-        "pressure: a prompt counts for its own stem alone",
+        "pressure: a prompt counts for its own shared prefix alone",
         "sgl_jax/scheduler/waiting/queue_loops.py",
         "                number = parent[number]\n",
         "                number = -1\n",

@@ -21,8 +21,8 @@ MOE = read_config("qwen3-30b-a3b")  # 48 layers, hidden 2048, 128 experts of 768
 ONE_GB = 10**9
 
 
-def device(expert_bytes=0, **dealt_out):
-    return DeviceBytes(0, 0, expert_bytes, 2, 0, 2, tp_size=4, **dealt_out)
+def device(expert_bytes=0, **distributed):
+    return DeviceBytes(0, 0, expert_bytes, 2, 0, 2, tp_size=4, **distributed)
 
 
 def test_experts_are_read_as_far_as_tokens_are_likely_to_want_them():

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
     not has_tpu_compiler(), reason="libtpu (sgl-jax[tpu]) is not installed"
 )
 
-# Too large for one device of 31.25 GiB, with heads that cannot be dealt out to four.
+# Too large for one device of 31.25 GiB, with heads that four cannot share.
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
     "vocab_size": 2048,

@@ -184,7 +184,7 @@ def test_a_stop_string_found_by_the_front_trims_what_is_kept() -> None:
         driver.step()
     driver.scheduler.handle(StopRequest(rid="a", num_output_tokens=5))
     driver.run()
-    assert "a" not in driver.finish  # the front knows already
+    assert "a" not in driver.finish  # the frontend knows already
     assert driver.scheduler.memory_views()[0].cached_pages == len(prompt) + 5
 
 

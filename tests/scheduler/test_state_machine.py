@@ -221,7 +221,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.stoppable())
     @rule(data=st.data())
     def stop(self, data: st.DataObject) -> None:
-        """The front found a stop string, perhaps tokens ago, perhaps while retracted."""
+        """The frontend found a stop string, perhaps tokens ago, perhaps while retracted."""
         rid = data.draw(st.sampled_from(self.stoppable()))
         count = len(self.driver.tokens[rid])
         self.stopped[rid] = data.draw(st.integers(max(1, count - 3), count))

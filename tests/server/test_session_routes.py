@@ -52,7 +52,7 @@ def sent(rig: Rig, kind: type) -> Any:
 
 
 def sent_turn(rig: Rig) -> SessionTurn:
-    """Of the last request, without what the front adds to it."""
+    """Of the last request, without what the frontend adds to it."""
     request = sent(rig, GenerateRequest)
     assert request.rid.startswith(f"{request.session.name}#")
     assert request.session.bos_token_id == rig.front.tokenizer.bos_token_id

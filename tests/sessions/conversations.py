@@ -112,7 +112,7 @@ class Conversations:
         return ended
 
     def stopped(self, rid: str, num_tokens: int) -> str | None:
-        """The front stopped a request; answers its session, if it is the turn of one."""
+        """The frontend stopped a request; answers its session, if it is the turn of one."""
         for session_id, conversation in (*self.of.items(), *self.closing.items()):
             if conversation.running == rid:
                 output = self.driver.tokens[rid][:num_tokens]
@@ -123,8 +123,8 @@ class Conversations:
         return None
 
     def stop_late(self, session_id: str, num_tokens: int) -> bool:
-        """The front finds a stop string in the last turn, which has ended. Answers whether a turn
-        in flight was built on what is cut."""
+        """The frontend finds a stop string in the last turn, which has ended. Answers whether a
+        turn in flight was built on what is cut."""
         conversation = self.of[session_id]
         rid = conversation.last
         assert rid is not None

@@ -1,6 +1,6 @@
 """A turn has ended in the engine, but its client saw less of it: the two go on from what it saw.
 
-Stop strings are found in the front, and clients are lost there, while the engine runs ahead.
+Stop strings are found in the frontend, and clients are lost there, while the engine runs ahead.
 """
 
 import pytest

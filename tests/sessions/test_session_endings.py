@@ -219,7 +219,7 @@ def test_a_turn_that_ends_before_its_first_token_reports_its_whole_prompt_like_o
 
 
 def test_a_default_length_gives_way_to_the_history() -> None:
-    """As for a plain request, whose prompt the front can count."""
+    """As for a plain request, whose prompt the frontend can count."""
     s = talk()
     limit = s.driver.scheduler.sizes.max_request_tokens
     assert limit == 256

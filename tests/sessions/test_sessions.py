@@ -124,7 +124,7 @@ def test_a_stop_string_cuts_the_history_where_it_was_found(
 def test_an_idle_session_holds_nothing_of_what_was_generated_past_a_stop_string(
     num_drafts: int,
 ) -> None:
-    """However late the front has found it."""
+    """However late the frontend has found it."""
     s = talk(page_size=1, num_drafts=num_drafts)
     rid = s.begin("s", [4, 5], 40)
     while len(s.driver.tokens[rid]) < 12:

@@ -119,7 +119,7 @@ class TurnTrees:
         return list(self.driver.tokens.get(turn.rid, []))
 
     def stop_late(self, session_id: str, name: str, num_tokens: int) -> list[str]:
-        """The front finds a stop string in a turn that has ended. Answers the requests in flight
+        """The frontend finds a stop string in a turn that has ended. Answers the requests in flight
         that were built on what is cut."""
         tree = self.of[session_id]
         turn = tree[name]
@@ -159,7 +159,7 @@ class TurnTrees:
         self.closing[session_id] = self.of.pop(session_id)
 
     def settle(self, stopped: dict[str, int]) -> None:
-        """Learn from the turns that ended; `stopped` by the front, after so many tokens."""
+        """Learn from the turns that ended; `stopped` by the frontend, after so many tokens."""
         driver = self.driver
         for tree in (*self.of.values(), *self.closing.values()):
             for name, turn in list(tree.items()):

@@ -324,7 +324,7 @@ DEALT_OUT = (
 @pytest.mark.long
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("case", DEALT_OUT, ids=str)
-def test_dealt_out_experts_are_not_copied_and_ranks_exchange_tokens_alone(case, step):
+def test_distributed_experts_are_not_copied_and_ranks_exchange_tokens_alone(case, step):
     model, topology_name, dp, tp, ep, num_copies = case
     layers, settings = read_config(model).layers[:4], {"ep_num_redundant_experts": num_copies}
     engine, program, bucket = _compile(

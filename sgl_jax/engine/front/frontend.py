@@ -1,4 +1,4 @@
-"""The front between clients and the engine: requests in flight and their output streams.
+"""The frontend between clients and the engine: requests in flight and their output streams.
 
 The HTTP server and the offline `Engine` share it. It is synchronous and uses callbacks, so that it
 works with both asyncio and threads. It must never import jax or block.
@@ -61,7 +61,7 @@ class Frontend:
         send: Callable[[FrontMessage], None],
         tracer: Tracer | None = None,
     ) -> None:
-        """Create the front of a started engine.
+        """Create the frontend of a started engine.
 
         Args:
             info: `EngineInfo.info` of the engine.
@@ -391,7 +391,7 @@ class Frontend:
         stream.last_token_at = now
 
     def _end(self, stream: RequestStream, now: float, *, stopped_here: bool) -> None:
-        """End a stream, and notify the engine if the front found a stop string (`stopped_here`)."""
+        """End a stream; notify the engine if a stop string was found here (`stopped_here`)."""
         del self._streams[stream.request.rid]
         stream.finished_at = now
         assert stream.finish is not None

@@ -111,7 +111,7 @@ class RequestTracer:
                     size = {"sgl_jax.num_tokens": mark.num_tokens}
                     within = set_span_in_context(phase)
                     chunk = start("prefill_chunk", within, mark.begin_s, attributes=size)
-                    # The next phase may begin sooner, because its stamp is taken in the front.
+                    # The next phase may begin sooner, because its stamp is taken in the frontend.
                     chunk.end(clock_ns(min(mark.end_s, end)))
                 phase.end(clock_ns(end))
         whole.end(now_ns)

@@ -89,9 +89,9 @@ _REBUILT = (
 class EngineCore:
     """Builds the executor, compiles its programs, and runs a scheduler on it.
 
-    `info` holds the facts needed by a front: sizes, model path, end-of-sequence ids, dtype. Its
-    changes are sent to the front. The scheduler's state changes only by `scheduler.handle`, and a
-    recording repeats its events.
+    `info` holds the facts needed by a frontend: sizes, model path, end-of-sequence ids, dtype. Its
+    changes are sent to the frontend. The scheduler's state changes only by `scheduler.handle`, and
+    a recording repeats its events.
     """
 
     def __init__(self, args: ServerArgs, progress: Progress | None = None) -> None:
@@ -254,7 +254,7 @@ class EngineCore:
         return is_restoring or bool(self._flushes.calls) or self._grammars.is_busy
 
     def _look_for_programs(self) -> None:
-        """If the background compilation has ended, start the requests that waited for it."""
+        """Start the requests that wait for the background compilation, if it has ended."""
         end = self.executor.background_end()
         if end is None:
             return

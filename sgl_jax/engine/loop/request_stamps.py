@@ -1,4 +1,4 @@
-"""Times of events in the lives of requests, recorded by the engine loop for the front.
+"""Times of events in the lives of requests, recorded by the engine loop for the frontend.
 
 They are sent with the next outputs (`OutputBatch`), by `time.perf_counter` of this machine.
 """

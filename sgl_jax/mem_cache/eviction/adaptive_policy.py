@@ -214,7 +214,7 @@ class AdaptivePolicy(EvictionPolicy):
         for queue in self._kept:
             queue.audit()
         if sum(map(len, self._kept)) != len(self._kept_by_hash):
-            raise LedgerError("leaves that the favourite keeps are not listed by their hash")
+            raise LedgerError("leaves that the leading shadow keeps are not listed by their hash")
 
     def clear(self) -> None:
         super().clear()

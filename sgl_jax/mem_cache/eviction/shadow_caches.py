@@ -98,7 +98,7 @@ class ShadowCaches:
         self._times.append(self.path_used_at)
 
     def read(self) -> Int64Array | None:
-        """Read the ended paths; return hashes that left the favourite, None if it changed."""
+        """Read the ended paths; return hashes that left the leading shadow, None if it changed."""
         if not self._ends:
             return _NO_HASHES
         num_changes = self._states["num_changes"][0]
@@ -116,11 +116,11 @@ class ShadowCaches:
         return None
 
     def num_uses(self, page_hash: int) -> int | None:
-        """Return the favourite's count; None if the page is absent or outside the sample."""
+        """Return the leading shadow's count; None if the page is absent or not in the sample."""
         num_uses = num_uses_of(page_hash, self.leading_policy, self._pages, self._states)
         return None if num_uses == NONE else num_uses
 
     def num_used_more(self, hashes: UInt64Array, num_uses: int) -> int:
-        """Count the pages up to the last page with more than `num_uses` uses in the favourite."""
+        """Count the pages up to the last with more than `num_uses` uses in the leading shadow."""
         of_path = hashes.view(np.int64)
         return int(num_used_more(of_path, num_uses, self.leading_policy, self._pages, self._states))

@@ -18,8 +18,8 @@ ADAPTIVE, LRU, LFU = range(3)
 NUM_CLASSES = 5  # by uses after the first: 0, 1, 2, 3, and 4 or more
 MAX_USES = 63  # distinguished by LFU
 HALVED_AFTER = 8  # turnovers after which hits, and the adaptive shadow's counts, are halved
-# A new favourite must lead by the first part of the cache size, and by more after each change, up
-# to the last part. Equal shadows may hold different pages, and each change costs the hits of a
+# A new leading policy must lead by the first part of the cache size, and by more after each change,
+# up to the last part. Equal shadows may hold different pages, and each change costs the hits of a
 # cache that must fill again.
 _FIRST_LEAD, _GROWTH, _MOST_LEAD = 0.17, 1.5, 0.58
 NONE = -1
@@ -205,7 +205,7 @@ def _make_room(shadow: int, now: int, pages: Records, state: Record) -> int:
 
 @_compiled("(state,)")
 def _choose(state: Record) -> None:
-    """Change the favourite if another order leads clearly; halve the hits after some turnovers."""
+    """Change the leading policy if another leads clearly; halve the hits after some turnovers."""
     best = state.leading_policy
     for shadow in range(3):
         if state.hits[shadow] > state.hits[best]:
@@ -282,7 +282,7 @@ def read_paths(
     pages: Records,
     states: Records,
 ) -> Int64Array:
-    """Read one path after another into all shadows; return hashes of pages that left the favourite.
+    """Read one path after another into all shadows; return hashes that left the leading one.
 
     `ends` are the ends of the paths in `hashes`, `times` their times of use. A hash with a bit of
     `mask` set is outside the sample.

@@ -113,7 +113,7 @@ class CpuTier:
             self._offer(tokens, namespace)
 
     def before_eviction(self, leaf: TreeNode) -> None:
-        """Under write-back, copy the path of `leaf` before pages at its end are freed. The step
+        """Copy the path of `leaf`, under write-back, before pages at its end are freed. The step
         being planned may overwrite these pages, so the copy precedes that step."""
         if self.write_policy != "write_back":
             return

@@ -41,7 +41,8 @@ class LockedPages:
         self.num_running -= _count_locks(pages, -1, self._running, self._idle)[0]
         self.num_idle += _count_locks(pages, 1, self._idle, self._running)[0]
 
-    def unpark(self, pages: Int32Array) -> None:
+    def mark_running(self, pages: Int32Array) -> None:
+        """Turn a lock of an idle session into a lock of a running request."""
         self.num_idle -= _count_locks(pages, -1, self._idle, self._running)[0]
         self.num_running += _count_locks(pages, 1, self._running, self._idle)[0]
 

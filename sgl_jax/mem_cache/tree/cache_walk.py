@@ -60,7 +60,7 @@ class CacheWalk:
                 self._check_pages(component, nodes, first)
 
     def check_rest(self, pool: int) -> None:
-        """After all nodes: raise `LedgerError` if the tree owns a page that no node has."""
+        """Raise `LedgerError` if the tree owns a page that no node has; call it after all nodes."""
         is_missed = self._allocators[pool].given_before(self._num_moved[pool])
         is_missed &= self._seen[pool] == _NOT_SEEN
         self._refuse(is_missed.nonzero()[0], pool, "the tree owns pages that no node has")

@@ -3,7 +3,7 @@
 The scheduler tries to admit a waiting request in many steps, and the tree rarely changes near its
 prefix between two tries. So the tree keeps a cursor at the end of each request's walk instead of
 repeating the lookup, and moves the cursor when the walk would end elsewhere. A change of the tree
-costs time for the live stems (`prefix_cursor.py`) on the changed nodes, however many prompts
+costs time for the live cursors (`prefix_cursor.py`) on the changed nodes, however many prompts
 continue them.
 
 With windows, the usable length may be shorter than the match. Then a live cursor also watches the
@@ -60,7 +60,7 @@ class CursorIndex:
         self.nodes = self._stops.nodes  # the nodes of live cursors, by place
         self.columns = CursorColumns()
         self._has_moved = False
-        # The empty stem, shared by all namespaces; the key of the next stem holds the namespace.
+        # The empty prefix, of all namespaces; the key of the next cursor holds the namespace.
         self._first = PrefixCursor(self._key_at, self.columns.take(), None, b"", root.key, "")
         self.columns.parent[self._first.number] = NO_CURSOR
         self._file(self._first, root, 0)
@@ -115,7 +115,7 @@ class CursorIndex:
         return has_moved
 
     def waiting_for(self, node: TreeNode, key: bytes | None) -> PrefixCursor | None:
-        """Return the stem that a new child of `node` under `key` would continue."""
+        """Return the shared prefix that a new child of `node` under `key` would continue."""
         cursor = self._stops.at_end(node)
         if cursor is None or key is None:
             return None
@@ -125,10 +125,10 @@ class CursorIndex:
 
     def filed(self, node: TreeNode, key: bytes | None, most: int) -> list[PrefixCursor]:
         """Return up to `most` followed cursors that a new child of `node` would move."""
-        stem = self.waiting_for(node, key)
-        if stem is None:
+        first = self.waiting_for(node, key)
+        if first is None:
             return []
-        return list(islice((each for each in stem.shared_prefixes() if each.num_prompts), most))
+        return list(islice((each for each in first.shared_prefixes() if each.num_prompts), most))
 
     def num_awaiting(self, node: TreeNode, key: bytes, most: int) -> int:
         """Count up to `most` prompts that would continue from `node` through a child under `key`;
@@ -138,8 +138,8 @@ class CursorIndex:
             watching = self._watchers.get(child.node_id, {}).values()
             standing = [live.resting() for live in watching]
         else:
-            stem = self.waiting_for(node, key)
-            standing = [] if stem is None else [stem.shared_prefixes()]
+            first = self.waiting_for(node, key)
+            standing = [] if first is None else [first.shared_prefixes()]
         count = 0
         for cursor in chain.from_iterable(standing):
             count += cursor.num_prompts
@@ -150,7 +150,7 @@ class CursorIndex:
     # -- reports from the tree ---------------------------------------------------------------
 
     def child_added(self, parent: TreeNode, child: TreeNode) -> None:
-        """Continue stems into the edge of `child`, a new leaf below `parent`."""
+        """Continue shared prefixes into the edge of `child`, a new leaf below `parent`."""
         cursor = self.waiting_for(parent, child.child_key)
         if cursor is not None:
             self._has_moved = True
@@ -198,7 +198,7 @@ class CursorIndex:
         if sum(map(len, self._watchers.values())) != sum(len(each.watched) for each in live):
             raise LedgerError("nodes are watched for cursors that do not list them")
 
-    # -- the shape of the stems ---------------------------------------------------------------
+    # -- the tree of shared prefixes ----------------------------------------------------------
 
     def _add(
         self,
@@ -208,7 +208,7 @@ class CursorIndex:
         namespace: str,
         below: TreeNode | None,
     ) -> PrefixCursor:
-        """Add a stem after `parent`, which has no stem with this beginning."""
+        """Add a cursor after `parent`, which has no child with this beginning."""
         cursor = PrefixCursor(self._key_at, self.columns.take(), parent, key, tokens, namespace)
         self._attach(cursor, parent, key)
         self.columns.above[cursor.number] = parent.number
@@ -228,7 +228,7 @@ class CursorIndex:
         return cursor
 
     def _part(self, lower: PrefixCursor, end: int) -> PrefixCursor:
-        """Divide the stem of `lower` at `end`. The new stem is its parent."""
+        """Divide the shared prefix of `lower` at `end`. The new cursor is its parent."""
         parent, key = lower.parent, lower.key
         assert parent is not None
         tokens, namespace = lower.tokens[:end], lower.namespace
@@ -248,7 +248,7 @@ class CursorIndex:
         return upper
 
     def _extend(self, rest: PrefixCursor, cursor: PrefixCursor, parent: PrefixCursor) -> None:
-        """Let `rest`, the only continuation of the stem of `cursor`, take its place."""
+        """Let `rest`, the only continuation of `cursor`, take its place."""
         self._attach(rest, parent, cursor.key)
         if rest.at is None:
             self.columns.above[rest.number] = parent.number
@@ -270,7 +270,7 @@ class CursorIndex:
     # -- places of cursors --------------------------------------------------------------------
 
     def _go_along(self, cursor: PrefixCursor | None, node: TreeNode, start: int) -> None:
-        """Move a stem, and its continuations, along the edge of `node` from `start`."""
+        """Move a cursor, and its continuations, along the edge of `node` from `start`."""
         edge = node.key[len(node.key) - (node.end - start) :]
         while cursor is not None and (num_common := self._num_common(edge, cursor.tokens[start:])):
             start, edge = start + num_common, edge[num_common:]
@@ -351,7 +351,7 @@ class CursorIndex:
         node, matched = self._walk(cursor.tokens, cursor.namespace, self._root)
         if (cursor.node.node_id, cursor.matched) != (node.node_id, matched):
             raise LedgerError(f"{cursor!r} should be at {node!r}, length {matched}")
-        self._audit_stem(cursor)
+        self._audit_columns(cursor)
         above = LIVE
         if (parent := cursor.parent) is not None:
             if not cursor.num_prompts and len(cursor.children) < 2:
@@ -362,8 +362,8 @@ class CursorIndex:
         if is_live != (above == LIVE) or self.columns.above[cursor.number] != above:
             raise LedgerError(f"{cursor!r}: live is {is_live}, {matched} tokens matched")
 
-    def _audit_stem(self, cursor: PrefixCursor) -> None:
-        """Check the columns' parent and length against the stem."""
+    def _audit_columns(self, cursor: PrefixCursor) -> None:
+        """Check the columns' parent and length against the cursor."""
         columns, number = self.columns, cursor.number
         parent = NO_CURSOR if cursor.parent is None else cursor.parent.number
         said = columns.parent[number], columns.end_pages[number]

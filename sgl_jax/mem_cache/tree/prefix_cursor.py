@@ -1,10 +1,10 @@
 """The matched prefixes of waiting prompts on the prefix tree: one cursor for all equal beginnings.
 
-Prompts with equal beginnings share cursors, which form a separate tree. Each cursor is a stem: a
-path up to `end` that some prompts share. Its children are the stems that continue it. A cursor is
-live if the walk along its path goes past its parent; it is then at a node of the prefix tree. Any
-other cursor is at its parent's place, since the walk ends before the two differ. `cursor_index.py`
-keeps cursors up to date.
+Prompts with equal beginnings share cursors, which form a separate tree. Each cursor stands for a
+prefix up to `end` that some prompts share, and its children for the prefixes that continue it. A
+cursor is live if the walk along its path goes past its parent; it is then at a node of the prefix
+tree. Any other cursor is at its parent's place, since the walk ends before the two differ.
+`cursor_index.py` keeps cursors up to date.
 """
 
 from collections.abc import Callable, Container, Iterator
@@ -139,7 +139,7 @@ class PrefixCursor:
             stack.extend(child for child in cursor.children.values() if child.at is None)
 
     def __repr__(self) -> str:
-        return f"PrefixCursor({self.length} of {self.end} tokens, {self.num_prompts} followers)"
+        return f"PrefixCursor({self.length} of {self.end} tokens, {self.num_prompts} prompts)"
 
 
 class CursorColumns:

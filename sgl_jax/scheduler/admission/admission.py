@@ -37,7 +37,7 @@ MAX_SKEW_REQUESTS = 4
 MAX_SKEW_SHARE = 0.25
 # Limit of requests that begin to wait for a prefix in one step; after it, requests that would wait
 # for the same prefix are not tried. Also the limit of requests that begin to wait for a rank.
-MAX_PUT_OFF = 128
+MAX_DEFERRED = 128
 # Requests tried for preemption in a step until this many fail.
 MAX_FAILED_PREEMPTIONS = 32
 
@@ -140,7 +140,7 @@ class Admission:
                     if not self._fetches_for(room, request):
                         self._start(room, request)
                 else:
-                    self._put_off(room, request, chosen)
+                    self._defer(room, request, chosen)
                     num_staying += chosen.leader is None
             elif preemptible and may_start and self._preempt_for(rooms, request, threshold):
                 return True
@@ -155,13 +155,13 @@ class Admission:
                 offer.open_tenants[room.dp_rank] = room.open_tenants
             if self._waiting.is_following(request):
                 num_following += 1
-                if num_following >= MAX_PUT_OFF:
+                if num_following >= MAX_DEFERRED:
                     offer.passed_by.append(request.line)
-            if num_staying == MAX_PUT_OFF or not (preemptible or any(r.is_open for r in rooms)):
+            if num_staying == MAX_DEFERRED or not (preemptible or any(r.is_open for r in rooms)):
                 break
         return False
 
-    def _put_off(self, room: RankCapacity, request: Request, chosen: Option) -> None:
+    def _defer(self, room: RankCapacity, request: Request, chosen: Option) -> None:
         """Defer `request` until a rank has room, or a prefix is computed there."""
         if chosen.leader is not None:
             self._waiting.follow(request, chosen.dp_rank, *chosen.leader)

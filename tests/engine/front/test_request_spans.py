@@ -141,7 +141,7 @@ def test_chunks_lie_within_a_phase_though_the_first_token_arrives_late(rig: Rig)
     stream = rig.start()
     rig.output(stream, [65], started_at=stream.created_at)
     assert stream.first_token_at is not None
-    # The engine retracted it and began anew, while the first token was on its way to the front.
+    # The engine retracted it and began anew, while the first token was on its way to the frontend.
     again = Mark(stream.first_token_at - 1e-6, time.perf_counter() + 1e-3, 20)
     time.sleep(2e-3)
     rig.output(stream, [66], LENGTH, marks=[again])

@@ -157,7 +157,7 @@ def test_adaptive_never_serves_much_less_than_lru(load: object, num_pages: int) 
     assert adaptive >= lru - 0.015
 
 
-# Loads on which other leads of a new favourite, early or late, lost .022 to .045.
+# Loads on which other leads of a new leading policy, early or late, lost .022 to .045.
 @pytest.mark.parametrize("seed", [265, 356, 538, 1016, 1378, 1676, 3405])
 def test_adaptive_follows_a_better_order_neither_too_soon_nor_too_late(seed: int) -> None:
     assert loss(drawn_load(seed)) <= 0.02

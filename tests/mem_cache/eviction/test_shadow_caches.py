@@ -50,7 +50,7 @@ def test_what_a_shadow_serves_is_served_when_it_is_followed(seed: int) -> None:
     assert loss(drawn_load(seed)) <= 0.02
 
 
-def test_a_leaf_keeps_what_the_favourite_has_or_has_used_more_often() -> None:
+def test_a_leaf_keeps_what_the_leading_shadow_has_or_has_used_more_often() -> None:
     shadows = ShadowCaches(4)
     for now, pages in enumerate(([1, 2], [1, 2], [1, 2, 3, 4], [7]), 1):
         shadows.use(np.array(pages, np.uint64), now)

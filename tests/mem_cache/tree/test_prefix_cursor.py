@@ -300,11 +300,11 @@ def test_a_change_is_no_work_for_cursors_elsewhere(monkeypatch: pytest.MonkeyPat
     assert moves == [cursor]
 
 
-def num_moves_of_a_stem(
+def num_moves_of_a_shared_prefix(
     monkeypatch: pytest.MonkeyPatch, num_waiting: int, branches: int
 ) -> list[int]:
-    """Moves as a stem is published, gets a branch, and is evicted page by page, where so many wait
-    with it, the same number on each of the branches that follow it."""
+    """Moves as a prefix is published, gets a branch, and is evicted page by page, where so many
+    wait with it, the same number on each of the branches that follow it."""
     memory = make_memory("lru", num_pages=100)
     for number in range(num_waiting):
         tail = np.full(4, 100 + number, np.int32)
@@ -322,7 +322,9 @@ def num_moves_of_a_stem(
     return counts
 
 
-def test_a_change_costs_by_stems_and_not_by_those_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = num_moves_of_a_stem(monkeypatch, 6, branches=2)
-    assert num_moves_of_a_stem(monkeypatch, 1000, branches=2) == few
+def test_a_change_costs_by_shared_prefixes_and_not_by_prompts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few = num_moves_of_a_shared_prefix(monkeypatch, 6, branches=2)
+    assert num_moves_of_a_shared_prefix(monkeypatch, 1000, branches=2) == few
     assert few[-1] < 10

@@ -214,7 +214,7 @@ def _write(kernel: _Kernel, number: jax.Array, slot: Any) -> Any:
 
 
 def _begin_row(kernel: _Kernel, token: jax.Array, i: jax.Array) -> None:
-    """If the block's i-th token is its row's first, put the row's state before it."""
+    """Put the row's state before the block's i-th token, if that is the row's first."""
     row = kernel.rows.token_rows[token]
 
     @pl.when(kernel.rows.is_first(token))

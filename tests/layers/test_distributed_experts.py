@@ -68,7 +68,7 @@ def padded(params, num_stored):
 
 
 def run(layout, x, is_token, params, *, axes=None, simulate=False, copies=None, **options):
-    """x [ranks, T, hidden] through a layer whose experts are dealt out over `axes`.
+    """x [ranks, T, hidden] through a layer whose experts are distributed over `axes`.
 
     `copies` are a placement's slots and the tokens' keys [ranks, T]: params are in slots then.
     """
@@ -223,7 +223,7 @@ def test_the_tpus_kernels_simulated(choose):
     np.testing.assert_allclose(actual[is_token], expected[is_token], rtol=0, atol=1e-5)
 
 
-def in_slots(params, placement):
+def placed(params, placement):
     """The experts' parameters in the slots of a placement's one layer."""
 
     def take(path, array):
@@ -248,7 +248,7 @@ def test_copies_of_experts_give_the_same_sums(layout, num_copies, choose):
     placement = place_experts(LOADS, num_copies, num_chips)
     keys = np.random.default_rng(2).integers(0, 2**16, x.shape[:2]).astype(np.int32)
     actual = run(
-        *(layout, x, is_token, in_slots(params, placement)),
+        *(layout, x, is_token, placed(params, placement)),
         axes=layout.axes,
         copies=(placement.slots([0]), keys),
         has_biases=True,
@@ -270,7 +270,7 @@ def test_a_token_has_the_same_bits_at_any_place_of_a_step():
 
     def results(order):
         copies = placement.slots([0]), keys[:, order]
-        own = in_slots(params, placement)
+        own = placed(params, placement)
         return run(layout, x[:, order], is_token, own, axes=layout.axes, copies=copies)[0]
 
     order = np.random.default_rng(3).permutation(TOKENS)
