@@ -70,7 +70,7 @@ class CpuBlocks:
             _Pool(shapes, num_blocks, mesh)
             for shapes, num_blocks in zip(_pools_of(state), sizes.host_blocks, strict=True)
         ]
-        self._thread = ThreadPoolExecutor(1, "host store")
+        self._thread = ThreadPoolExecutor(1, "cpu blocks")
         self._fetches: dict[tuple[int, int], Future[list[_Piece]]] = {}
         self._jobs: list[Future[Any]] = []
         self._ended: queue.SimpleQueue[TransferEnd] = queue.SimpleQueue()

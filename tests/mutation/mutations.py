@@ -67,7 +67,7 @@ _STORE = "sgl_jax/mem_cache/offload/remote_tier.py"
 _HOST_LEDGER = "sgl_jax/mem_cache/offload/cpu_ledger.py"
 _COLUMNS = "sgl_jax/scheduler/waiting/waiting_columns.py"
 _QUEUE = "sgl_jax/scheduler/waiting/waiting_queue.py"
-_CANDIDATES = "sgl_jax/scheduler/waiting/admission_order.py"
+_ADMISSION_ORDER = "sgl_jax/scheduler/waiting/admission_order.py"
 _LINES = "sgl_jax/scheduler/waiting/queue_loops.py"
 _FITS = "sgl_jax/scheduler/forecast/fits.py"
 _FORECAST = "sgl_jax/scheduler/forecast/forecast.py"
@@ -2000,7 +2000,7 @@ MUTATIONS = (
     ),
     Mutation(
         "count the pages in use on another rank",
-        _CANDIDATES,
+        _ADMISSION_ORDER,
         "counted[place] = memory.in_use_len(",
         "counted[place] = self._memories[0].in_use_len(",
     ),
@@ -2030,19 +2030,19 @@ MUTATIONS = (
     ),
     Mutation(
         "look no further than the first requests",
-        _CANDIDATES,
+        _ADMISSION_ORDER,
         "part, rest = first_lines(rest, keys, _FIRST_PART)",
         "part, rest = first_lines(rest, keys, _FIRST_PART)[0], rest[:0]",
     ),
     Mutation(
         "try the first requests twice",
-        _CANDIDATES,
+        _ADMISSION_ORDER,
         "part, rest = first_lines(rest, keys, _FIRST_PART)",
         "part, _ = first_lines(rest, keys, _FIRST_PART)",
     ),
     Mutation(
         "leave out requests behind the first ones",
-        _CANDIDATES,
+        _ADMISSION_ORDER,
         'yield rest[keys[rest].argsort(kind="stable")]',
         'yield rest[keys[rest].argsort(kind="stable")][:_FIRST_PART]',
     ),
@@ -2066,13 +2066,13 @@ MUTATIONS = (
     ),
     Mutation(
         "try the least important first",
-        _CANDIDATES,
+        _ADMISSION_ORDER,
         "level, num_levels = levels.highest - columns.priority[:end],",
         "level, num_levels = columns.priority[:end] - levels.highest + levels.number - 1,",
     ),
     Mutation(
         "take far priorities for the same",
-        _CANDIDATES,
+        _ADMISSION_ORDER,
         "if num_levels > MOST_LEVELS:",
         "if False:",
     ),
@@ -2997,19 +2997,19 @@ MUTATIONS = (
     ),
     Mutation(
         "pressure: shares before priorities",
-        _CANDIDATES,
+        _ADMISSION_ORDER,
         "level = level * NUM_LEVELS + turns.level[tenant]",
         "level = level + turns.level[tenant] * num_levels",
     ),
     Mutation(
         "pressure: no turn among tenants of one level",
-        _CANDIDATES,
+        _ADMISSION_ORDER,
         "turn, num_levels = turns.order[tenant], num_levels",
         "turn, num_levels = columns.no_turns[:end], num_levels",
     ),
     Mutation(
         "pressure: turns of tenants after the requests that others would read",
-        _CANDIDATES,
+        _ADMISSION_ORDER,
         "turn = turn * NUM_REUSES + self._reuse_order()",
         "turn = turn + self._reuse_order() * NUM_REUSES",
     ),

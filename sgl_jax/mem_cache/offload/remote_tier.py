@@ -70,7 +70,7 @@ class _Dependent(NamedTuple):
 
 
 class RemoteTier:
-    """The store tier after `blocks`.
+    """The remote tier: a store below the host memory of `blocks`.
 
     Attributes:
         awaited: ids of requests with a pending lookup or load.
