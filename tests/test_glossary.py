@@ -29,19 +29,23 @@ RETIRED = {
     "launched rows": "in flight rows",
     "leader link": "coordinator link",
     "lend": "check out",
+    "lent": "checked out",
     "let go": "free passed",
     "no group": "join refused",
     "of part": "derived",
     "park": "mark idle",
     "passed over": "skip count",
     "patient send": "backpressured send",
+    "put off": "defer",
     "rank host": "rank offload",
     "stays for": "deferred rank",
+    "stem": "shared prefix",
     "stems": "shared prefixes",
     "step room": "rank capacity",
     "store tier": "remote tier",
     "stretch": "scan segment",
     "tell prompt len": "pop prompt len",
+    "unpark": "mark running",
 }
 # Public settings and metrics keep their names.
 _PUBLIC = {"host blocks"}

@@ -73,10 +73,10 @@ def _sessions(memory: RankMemory) -> list[dict[str, Any]]:
     """List the sessions that hold a row: idle sessions first, least recently used first."""
     sessions = memory.sessions
     idle = [(session_id, lease.row, True) for session_id, lease in sessions.idle()]
-    lent = [(session_id, row, False) for session_id, row in sessions.lent()]
+    checked_out = [(session_id, row, False) for session_id, row in sessions.checked_out()]
     return [
         {"session_id": session_id, "row": row, "idle": is_idle}
-        for session_id, row, is_idle in idle + lent
+        for session_id, row, is_idle in idle + checked_out
     ]
 
 

@@ -128,14 +128,14 @@ def _check_states(memory: RankMemory, first: int, end: int) -> Iterator[Finding]
 
 
 def _check_sessions(memory: RankMemory) -> Iterator[Finding]:
-    """Check that each session has one lease, idle or lent, listed, and not shared."""
-    holders = {row: session_id for session_id, row in memory.sessions.lent()}
+    """Check that each session has one lease, idle or checked out, listed, and not shared."""
+    holders = {row: session_id for session_id, row in memory.sessions.checked_out()}
     sessions = set(holders.values())
     if len(sessions) < len(holders):
         yield Finding(f"a session runs on two rows: {holders}")
-    for session_id, row in memory.sessions.lent():
-        if memory.sessions.lent_row(session_id) != row:
-            known = memory.sessions.lent_row(session_id)
+    for session_id, row in memory.sessions.checked_out():
+        if memory.sessions.checked_out_row(session_id) != row:
+            known = memory.sessions.checked_out_row(session_id)
             yield Finding(f"session {session_id!r} runs on row {row}, but is looked for in {known}")
         if row not in memory.leases:
             yield Finding(f"session {session_id!r} runs on row {row}, which has no lease")

@@ -1,6 +1,6 @@
 """The leases that streaming sessions keep between their turns, on one rank.
 
-While a turn runs, its request holds the lease, and only the loan is recorded here. At the end of
+While a turn runs, its request holds the lease, and only the session is recorded here. At the end of
 the turn the session takes the lease back (`check_in`, called by `release_kv_cache`), including
 row, pages and locks. So the next turn starts at the end of the last one.
 
@@ -16,12 +16,12 @@ from sgl_jax.mem_cache.lease import KVLease
 
 
 class SessionLeases:
-    """A lease for each streaming session of this rank, idle or lent to its running turn."""
+    """A lease for each streaming session of this rank, idle or checked out to its running turn."""
 
     def __init__(self) -> None:
         self._idle: OrderedDict[str, KVLease] = OrderedDict()  # least recently used first
-        self._lent: dict[int, str] = {}  # row of the lease that a running turn holds -> session
-        self._lent_rows: dict[str, int] = {}  # the inverse: session -> row
+        self._session_of: dict[int, str] = {}  # row of a running turn's lease -> session
+        self._row_of: dict[str, int] = {}  # the inverse: session -> row
 
     @property
     def num_idle(self) -> int:
@@ -31,27 +31,27 @@ class SessionLeases:
         """Iterate over idle sessions and their leases, least recently used first."""
         return iter(self._idle.items())
 
-    def lent(self) -> Iterator[tuple[str, int]]:
+    def checked_out(self) -> Iterator[tuple[str, int]]:
         """Iterate over the sessions with a running turn, and the row of its lease."""
-        return ((session_id, row) for row, session_id in self._lent.items())
+        return ((session_id, row) for row, session_id in self._session_of.items())
 
     def idle_lease(self, session_id: str) -> KVLease | None:
         """Return an idle session's lease; None if it runs, was evicted, or is not on this rank."""
         return self._idle.get(session_id)
 
-    def lent_row(self, session_id: str) -> int | None:
+    def checked_out_row(self, session_id: str) -> int | None:
         """Return the row of the session's running turn; None if no turn runs here."""
-        return self._lent_rows.get(session_id)
+        return self._row_of.get(session_id)
 
     def oldest_idle(self) -> str | None:
         return next(iter(self._idle), None)
 
     def holds(self, session_id: str) -> bool:
-        """Return whether the session's lease is on this rank, idle or lent."""
-        return session_id in self._idle or session_id in self._lent_rows
+        """Return whether the session's lease is on this rank, idle or checked out."""
+        return session_id in self._idle or session_id in self._row_of
 
-    def lends(self, lease: KVLease) -> bool:
-        return lease.row in self._lent
+    def has_checked_out(self, lease: KVLease) -> bool:
+        return lease.row in self._session_of
 
     def bind(self, session_id: str, lease: KVLease) -> None:
         """Record that a turn of the session runs on the new `lease`, which the session will keep.
@@ -59,15 +59,17 @@ class SessionLeases:
         lease.require_live()
         if self.holds(session_id):
             raise LeaseError(f"session {session_id!r} has a lease already; {lease!r} is another")
-        if lease.row in self._lent:
-            raise LeaseError(f"{lease!r} is that of session {self._lent[lease.row]!r} already")
+        if lease.row in self._session_of:
+            raise LeaseError(
+                f"{lease!r} is that of session {self._session_of[lease.row]!r} already"
+            )
         self._check_out(session_id, lease)
 
     def check_out(self, session_id: str) -> KVLease:
         """Start the next turn: make its request the holder of the session's lease. Raise
         `LeaseError` if the session is not idle here."""
         if session_id not in self._idle:
-            raise LeaseError(f"session {session_id!r} has no lease to lend")
+            raise LeaseError(f"session {session_id!r} has no idle lease")
         lease = self._idle.pop(session_id)
         self._check_out(session_id, lease)
         return lease
@@ -79,7 +81,7 @@ class SessionLeases:
 
     def check_in(self, lease: KVLease, num_tokens: int) -> None:
         """Keep a finished turn's lease for the session, with its first `num_tokens` tokens. Raise
-        `LeaseError` if no session lends it."""
+        `LeaseError` if no session has checked it out."""
         session_id = self._take_back(lease)
         if session_id is None:
             raise LeaseError(f"{lease!r} is no session's to keep")
@@ -96,12 +98,12 @@ class SessionLeases:
             self._idle.move_to_end(session_id)
 
     def _check_out(self, session_id: str, lease: KVLease) -> None:
-        self._lent[lease.row] = session_id
-        self._lent_rows[session_id] = lease.row
+        self._session_of[lease.row] = session_id
+        self._row_of[session_id] = lease.row
 
     def _take_back(self, lease: KVLease) -> str | None:
-        """End the loan of `lease` and return its session; None if no session lends it."""
-        session_id = self._lent.pop(lease.row, None)
+        """End the check-out of `lease`; return its session, None if it had none."""
+        session_id = self._session_of.pop(lease.row, None)
         if session_id is not None:
-            del self._lent_rows[session_id]
+            del self._row_of[session_id]
         return session_id

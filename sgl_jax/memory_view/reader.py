@@ -256,7 +256,7 @@ def _leases(rank: RankScheduler, has_tokens: bool) -> dict[str, Any]:
 def _sessions_by_row(memory: RankMemory) -> dict[int, str]:
     """Return the sessions with a row of this rank: idle first, and these from the longest idle."""
     idle = {lease.row: session_id for session_id, lease in memory.sessions.idle()}
-    return idle | {row: session_id for session_id, row in memory.sessions.lent()}
+    return idle | {row: session_id for session_id, row in memory.sessions.checked_out()}
 
 
 def _session(session: Session, memory: RankMemory | None, row: int | None) -> dict[str, Any]:

@@ -264,6 +264,6 @@ def _num_cached(home: RankMemory, session_id: str) -> int:
     lease = home.sessions.idle_lease(session_id)
     if lease is not None:
         return lease.kv_committed_len
-    row = home.sessions.lent_row(session_id)
+    row = home.sessions.checked_out_row(session_id)
     assert row is not None, f"rank {home.dp_rank} holds no lease of {session_id!r}"
     return int(home.rows.kv_committed_len[row])

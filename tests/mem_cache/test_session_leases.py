@@ -1,4 +1,4 @@
-"""Whose lease is whose: sessions that lend and take over, and what a lease holds between turns."""
+"""Whose lease is whose: check-out and check-in, and what a lease holds between turns."""
 
 import numpy as np
 import pytest
@@ -41,15 +41,15 @@ def test_a_lease_goes_from_the_turn_to_the_session_and_back() -> None:
     sessions.bind("s", lease)
     assert sessions.holds("s")
     assert (sessions.num_idle, sessions.idle_lease("s"), sessions.oldest_idle()) == (0, None, None)
-    assert list(sessions.lent()) == [("s", lease.row)]
-    assert sessions.lends(lease)
+    assert list(sessions.checked_out()) == [("s", lease.row)]
+    assert sessions.has_checked_out(lease)
     sessions.check_in(lease, 3)
-    assert not sessions.lends(lease)
+    assert not sessions.has_checked_out(lease)
     assert sessions.holds("s")
     assert sessions.idle_lease("s") is lease
-    assert (sessions.num_idle, list(sessions.lent())) == (1, [])
+    assert (sessions.num_idle, list(sessions.checked_out())) == (1, [])
     assert sessions.check_out("s") is lease
-    assert (sessions.num_idle, list(sessions.lent())) == (0, [("s", lease.row)])
+    assert (sessions.num_idle, list(sessions.checked_out())) == (0, [("s", lease.row)])
     sessions.unbind(lease)
     sessions.unbind(lease)
     assert not sessions.holds("s")
@@ -92,7 +92,7 @@ def test_a_session_has_one_lease_and_a_lease_one_session() -> None:
         sessions.bind("s", second)
     with pytest.raises(LeaseError, match="is that of session 's' already"):
         sessions.bind("t", first)
-    with pytest.raises(LeaseError, match="'s' has no lease to lend"):
+    with pytest.raises(LeaseError, match="'s' has no idle lease"):
         sessions.check_out("s")
     sessions.check_in(first, 5)
     with pytest.raises(LeaseError, match="'s' has a lease already"):
@@ -172,8 +172,8 @@ def test_a_session_holds_what_the_tree_does_not_and_both_are_counted_once(
     assert (view.cached_pages, view.session_held_pages) == (num_cached, num_written - num_cached)
     assert memory.num_session_pages == num_written
     check(memory)
-    lent = resume_lease(memory, "s", committed)
-    assert lent is lease
+    resumed = resume_lease(memory, "s", committed)
+    assert resumed is lease
     view = memory.view()
     assert (view.session_held_pages, view.session_rows) == (0, 0)
     assert view.leased_pages == num_written - num_cached
@@ -243,11 +243,11 @@ def test_a_lease_is_never_cut_below_what_the_tree_owns_of_it(page_size: int) -> 
 
 def test_a_session_that_is_not_idle_cannot_be_resumed() -> None:
     memory = make_memory(4)
-    with pytest.raises(LeaseError, match="'s' has no lease to lend"):
+    with pytest.raises(LeaseError, match="'s' has no idle lease"):
         resume_lease(memory, "s", 3)
     take_turn(memory, 6, 6, 6)
     resume_lease(memory, "s", 6)
-    with pytest.raises(LeaseError, match="'s' has no lease to lend"):
+    with pytest.raises(LeaseError, match="'s' has no idle lease"):
         resume_lease(memory, "s", 6)
     assert not release_idle_lease(memory, "s")
     roll_back_lease(memory, "s", 0)

@@ -19,7 +19,7 @@ from tests.mem_cache.test_session_leases import array, known, make_memory, take_
 
 
 def busy_memory() -> tuple[RankMemory, KVLease, KVLease]:
-    """Session "idle" holds row 1, "runs" has lent row 2, and a plain request has row 3."""
+    """Session "idle" holds row 1, "runs" has checked out row 2, and a plain request has row 3."""
     memory = make_memory(4)
     idle = take_turn(memory, 10, 12, 10, "idle")
     take_turn(memory, 6, 8, 6, "runs")
@@ -45,7 +45,7 @@ def test_a_session_that_keeps_a_released_lease_is_found() -> None:
         audit(memory)
 
 
-def test_a_lease_both_idle_and_lent_is_found() -> None:
+def test_a_lease_both_idle_and_checked_out_is_found() -> None:
     memory, _, running = busy_memory()
     memory.sessions._idle["third"] = running
     with pytest.raises(LedgerError, match="'runs' and 'third' both have row 2"):
@@ -62,18 +62,18 @@ def test_a_session_with_two_leases_is_found() -> None:
     with pytest.raises(LedgerError, match=r"idle session 'runs' holds .*, but runs as well"):
         audit(memory)
     memory, _, _ = busy_memory()
-    memory.sessions._lent[3] = "runs"
+    memory.sessions._session_of[3] = "runs"
     with pytest.raises(LedgerError, match="a session runs on two rows"):
         audit(memory)
     memory, _, _ = busy_memory()
-    memory.sessions._lent_rows["runs"] = 3
+    memory.sessions._row_of["runs"] = 3
     with pytest.raises(LedgerError, match="'runs' runs on row 2, but is looked for in 3"):
         audit(memory)
 
 
-def test_a_lent_row_without_a_lease_is_found() -> None:
+def test_a_checked_out_row_without_a_lease_is_found() -> None:
     memory, _, _ = busy_memory()
-    memory.sessions._lent[4] = "ghost"
+    memory.sessions._session_of[4] = "ghost"
     with pytest.raises(LedgerError, match="'ghost' runs on row 4, which has no lease"):
         audit(memory)
 

@@ -147,17 +147,17 @@ class StateLeaseMachine(RuleBasedStateMachine):
 
     def rest(self, request: Request, num_known: int) -> None:
         lease, sessions = request.lease, self.memory.sessions
-        lent = {row: session_id for session_id, row in sessions.lent()}
-        if lease.row not in lent:
+        checked_out = {row: session_id for session_id, row in sessions.checked_out()}
+        if lease.row not in checked_out:
             self.num_sessions += 1
-            lent[lease.row] = f"s{self.num_sessions}"
-            sessions.bind(lent[lease.row], lease)
+            checked_out[lease.row] = f"s{self.num_sessions}"
+            sessions.bind(checked_out[lease.row], lease)
         self.running.remove(request)
         num_known, page_size = max(num_known, lease.cache_protected_len), self.memory.page_size
         expected = self.check_resumable(request, num_known)
         num_published = min(num_known, lease.kv_committed_len) // page_size * page_size
         least = max(num_published if self.radix else 0, 1)
-        session_id = lent[lease.row]
+        session_id = checked_out[lease.row]
         self.device.end(request, num_known)
         if expected < least and not lease.released:
             # The tree had a state where the published part ends, of another row.

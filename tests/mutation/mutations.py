@@ -804,7 +804,7 @@ MUTATIONS = (
         "take a lease over and forget whose it is",
         _SESSION_LEASES,
         "        session_id = self._take_back(lease)\n        if session_id is None:",
-        "        session_id = self._lent.get(lease.row)\n        if session_id is None:",
+        "        session_id = self._session_of.get(lease.row)\n        if session_id is None:",
     ),
     Mutation(
         "give a session a second lease",
@@ -1107,7 +1107,7 @@ MUTATIONS = (
     ),
     # -- what idle sessions keep, counted as it changes
     Mutation(
-        "count a page as running again for each lease that is lent",
+        "count a page as running again for each lease that is checked out",
         _LOCKED,
         "        self.num_running += _count_locks(pages, 1, self._running, self._idle)[0]\n",
         "        _count_locks(pages, 1, self._running, self._idle)\n"
@@ -1168,9 +1168,9 @@ MUTATIONS = (
         "                return 0\n",
     ),
     Mutation(
-        "look for a session where another has been lent",
+        "look for a session where another has been checked out",
         _SESSION_LEASES,
-        "            del self._lent_rows[session_id]\n",
+        "            del self._row_of[session_id]\n",
         "            pass\n",
     ),
     # -- a turn reads the longer of lease and tree
@@ -3059,7 +3059,7 @@ MUTATIONS = (
     Mutation(
         "view: list no session whose turn runs among those with pages",
         _READER,
-        "idle | {row: session_id for session_id, row in memory.sessions.lent()}",
+        "idle | {row: session_id for session_id, row in memory.sessions.checked_out()}",
         "idle",
     ),
     Mutation("view: show namespaces", _READER, "namespace_hash(node.namespace)", "node.namespace"),
