@@ -43,7 +43,12 @@ def make(make_executor, latent_model):
     "settings",
     [
         {},
-        *long({"page_size": 1}, {"dp_size": 2, "ep_size": 2}, {"tp_size": 2}),
+        *long(
+            {"page_size": 1},
+            {"dp_size": 2, "ep_size": 2},
+            {"tp_size": 2},
+            {"tp_size": 2, "hidden_sharding": "tensor"},
+        ),
     ],
     ids=str,
 )

@@ -54,6 +54,7 @@ def make(make_executor):
             {"page_size": 1},
             {"dp_size": 2},
             {"tp_size": 2},
+            {"tp_size": 2, "hidden_sharding": "tensor"},
             {"dp_size": 2, "tp_size": 2, "weight_sharding": "data"},
             {"speculative_algorithm": "NEXTN", "speculative_num_draft_tokens": 1},
         ),
