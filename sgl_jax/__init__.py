@@ -1,6 +1,6 @@
 """A serving engine for language models on JAX, with a memory stack that audits itself.
 
-Start with `docs/inside/architecture.md`; `sgl_jax.mem_cache` is the core.
+Start with `docs/inside/life_of_a_request.md`; `sgl_jax.mem_cache` is the core.
 """
 
 from typing import TYPE_CHECKING, Any

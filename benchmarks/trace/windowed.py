@@ -1,9 +1,10 @@
 """Recorded prompts through the prefix tree of a model with sliding windows, and of one without.
 
 Both have the same memory, counted in pages of one layer. Without windows every layer keeps every
-token; with them, windowed layers keep the pages that the tree retains. Like in `cache_only.py`,
-requests run one after another, and prompts are kept but outputs are not; here they are computed in
-chunks, each published as it is computed, and pages behind the window are freed on the way.
+token; with them, windowed layers keep the pages that the tree retains. Like in
+`sgl_jax.bench.trace.cache_only`, requests run one after another, and prompts are kept but outputs
+are not; here they are computed in chunks, each published as it is computed, and pages behind the
+window are freed on the way.
 """
 
 from collections.abc import Sequence

@@ -196,7 +196,7 @@ CALLS = (
     Call(AbortRequest, "abort"),
     Call(StopRequest, "stop"),
     Call(CancelCall, "cancel"),
-    # Older SGLang clients send a GET; from a browser it is refused (`guards/origins.py`).
+    # Older SGLang clients send a GET; from a browser it is refused (`server/guards/origins.py`).
     Call(FlushCache, "flush", Flushed, "/flush_cache", ("GET", "POST"), is_admin=True),
     Call(SaveCache, "save_cache", CacheSaved, "/save_cache", is_admin=True, timeout_s=120.0),
     Call(GetState, "read_state", dict[str, Any], is_read=True),

@@ -51,8 +51,8 @@ class TreeNode:
     the hash of the prefix up to the page's end. The eviction policy owns `num_uses`; `last_access`
     is a time of the tree's clock. Walks end before a node with `is_withdrawn`; all nodes below it
     are withdrawn too. The components own `values` and `locks`, each at its index. With windows,
-    `resumable.py` owns `read`, `runs` and `is_usable` (whether the end of each page of the edge is
-    resumable).
+    `tree/resumable.py` owns `read`, `runs` and `is_usable` (whether the end of each page of the
+    edge is resumable).
     """
 
     __slots__ = (

@@ -37,7 +37,7 @@ from sgl_jax.sessions.store import Session
 from sgl_jax.sessions.streaming import StreamingSession
 
 # Code of a tree page locked by a lease. The code of any other page is its owner's number
-# (`page_allocator.py`).
+# (`mem_cache/pages/page_allocator.py`).
 LOCKED = -3
 # Limits that bound the time of a snapshot. Nodes are counted over all ranks.
 MAX_NODES = 4096

@@ -36,7 +36,7 @@ class RowColumns:
     latest: Int32Array  # [n, TOKEN_BLOCK]
     prompt_len: Int32Array  # [n], like all following columns without a shape
     regained_len: Int32Array  # length at which new tokens make up for tokens lost by retracts
-    length_class: Int32Array  # class of the output length: see `output_lengths.py`
+    length_class: Int32Array  # class of the output length: see `forecast/output_lengths.py`
     priority: NDArray[np.int64]
     tenant: Int32Array  # number of the request's tenant
     stop_ids: Int32Array  # [n, max_stop_ids], padded with NO_TOKEN

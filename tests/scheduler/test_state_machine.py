@@ -76,9 +76,9 @@ class LoggedBlocks:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """One engine; rules are what a front may send and what a loop may do, in any order.
+    """One engine; rules are what a frontend may send and what a loop may do, in any order.
 
-    `test_session_machine.py` adds conversations to it.
+    `tests/sessions/test_session_machine.py` adds conversations to it.
     """
 
     audit_interval = 1  # steps from one full walk to the next

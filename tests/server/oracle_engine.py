@@ -19,7 +19,7 @@ SIZES = make_sizes(
 
 
 class SizedExecutor(OracleModelExecutor):
-    """Of these sizes, with the facts that a front needs."""
+    """Of these sizes, with the facts that a frontend needs."""
 
     def __init__(self, args: ServerArgs, progress: Progress) -> None:
         super().__init__(args, progress)

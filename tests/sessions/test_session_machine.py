@@ -1,8 +1,8 @@
 """Random conversations among random events: every session remembers what it should, no more.
 
-The machine of `test_state_machine.py`, with all its rules, and those of sessions. Models that
-know nothing of memory say what each streaming session must remember (`conversations.py`), and
-which tree of turns each regular one must be (`turn_trees.py`).
+The machine of `tests/scheduler/test_state_machine.py`, with all its rules, and those of sessions.
+Models that know nothing of memory say what each streaming session must remember
+(`conversations.py`), and which tree of turns each regular one must be (`turn_trees.py`).
 """
 
 import os

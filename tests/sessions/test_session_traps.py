@@ -1,7 +1,7 @@
 """Where others' sessions went wrong: the sixteen traps of a list of such defects, one by one.
 
-Traps that do not need a session have a test of their own in `test_traps.py`, or, where they
-concern the memory alone, in `tests/mem_cache`; here each is met with sessions.
+Traps that do not need a session have a test of their own in `tests/scheduler/test_traps.py`,
+or, where they concern the memory alone, in `tests/mem_cache`; here each is met with sessions.
 """
 
 import numpy as np
@@ -133,7 +133,7 @@ def test_trap_5_a_lease_is_not_released_while_a_request_borrows_it() -> None:
 @pytest.mark.parametrize("radix", [False, True])
 @pytest.mark.parametrize("length", range(4, 14))
 def test_trap_6_memory_is_freed_and_counted_by_whole_pages(radix: bool, length: int) -> None:
-    """Every length on and off the borders of pages. See `test_session_leases.py` as well."""
+    """Every length around the borders of pages; see `tests/mem_cache/test_session_leases.py`."""
     s = talk(page_size=4, disable_radix_cache=not radix)
     s.say("s", list(range(length - 3)), 3)
     (view,) = s.driver.scheduler.memory_views()
@@ -209,7 +209,7 @@ def test_trap_8_many_turns_at_once_bring_their_rows_and_keep_them_between_chunks
 def test_trap_9_what_speculation_accepts_past_the_end_is_no_part_of_the_history(
     overlap: bool, page_size: int
 ) -> None:
-    """Without sessions: `test_speculation.py`. The histories are those without speculation."""
+    """Histories equal those without speculation; see `tests/scheduler/test_speculation.py`."""
     histories = []
     for num_drafts in (0, 4):
         s = talk(page_size=page_size, overlap=overlap, num_drafts=num_drafts)
@@ -242,7 +242,7 @@ def test_trap_10_a_page_counts_for_the_request_or_for_the_session_never_for_both
 @pytest.mark.parametrize("where", ["queue", "chunks", "decode", "retracted"])
 def test_trap_11_every_end_states_its_reason_and_clears_the_mark_once(where: str) -> None:
     """All kinds of ends: `test_every_end_of_a_turn_before_its_time_...` in
-    `test_session_endings.py`; without sessions, in `test_traps.py`."""
+    `test_session_endings.py`; without sessions, in `tests/scheduler/test_traps.py`."""
     s = talk()
     s.say("s", [1, 2, 3])
     rid = s.begin("s", [1] * 30, 20)

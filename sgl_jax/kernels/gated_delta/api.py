@@ -64,7 +64,7 @@ class CausalConv(Protocol):
         Args:
             u: [T, channels].
             weight: [K, channels]; the last row is for the token itself.
-            states: [layers, slots, *conv_state_shape(K, channels)] (`core.recurrence`) in u's
+            states: [layers, slots, *conv_state_shape(K, channels)] (`core.layer_configs`) in u's
                 dtype. Read and written in the same slots and at the same lengths as the states of
                 `GatedDelta`.
             layer: int32 [].
