@@ -2049,7 +2049,7 @@ MUTATIONS = (
     Mutation(
         "try the first requests by their lines",
         _LINES,
-        "while place > 0 and keys[first[place - 1]] > keys[line]:",
+        "while place > 0 and keys[first[place - 1]] > own[i]:",
         "while False:",
     ),
     Mutation(

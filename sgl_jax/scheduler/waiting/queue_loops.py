@@ -226,7 +226,9 @@ def has_short(
     tenant: Int32Array,
     open_tenants: BoolArray,
 ) -> bool:
-    """See `WaitingQueue.has_short`; `cached_pages` are of the rank, the others the columns."""
+    """Return whether a line that waits for no prefix has at most `most_tokens` tokens to compute,
+    or a tenant of `open_tenants`. `cached_pages` are the rank's, the other arrays the queue's
+    columns; `open_tenants` is indexed by tenant."""
     assert end <= len(cached_pages)
     for line in range(end):
         if is_waiting[line] and not has_leader[line]:
@@ -289,29 +291,31 @@ def order_keys(
 def first_lines(lines: IntpArray, keys: Int64Array, most: int) -> tuple[IntpArray, IntpArray]:
     """Return the `most` of `lines` with the lowest keys, sorted, and the others. Of lines with
     equal keys, the first come first."""
-    first, num_first = np.empty(most + 1, np.intp), 0
-    for line in lines:
-        assert 0 <= line < len(keys)
+    own = np.empty(len(lines), np.int64)
+    for i in range(len(lines)):
+        assert 0 <= lines[i] < len(keys)
+        own[i] = keys[lines[i]]
+    # Lines with a key below `last` come first, and the first `num_last` lines with that key.
+    last, num_last = LAST, most
+    if most < len(lines):
+        last = np.partition(own, most)[most]
+        for key in own:
+            num_last -= key < last
+    first, num_first = np.empty(min(most, len(lines)), np.intp), 0
+    rest, num_rest = np.empty(len(lines) - len(first), np.intp), 0
+    for i in range(len(lines)):
+        if own[i] > last or (own[i] == last and num_last == 0):
+            rest[num_rest] = lines[i]
+            num_rest += 1
+            continue
+        num_last -= own[i] == last
         place = num_first
-        while place > 0 and keys[first[place - 1]] > keys[line]:
+        while place > 0 and keys[first[place - 1]] > own[i]:
             first[place] = first[place - 1]
             place -= 1
-        if place < most:
-            first[place] = line
-            num_first = min(num_first + 1, most)
-    rest, num_rest = np.empty(len(lines) - num_first, np.intp), 0
-    last, num_last = LAST, 0  # the highest key of the first lines, and the lines that have it
-    for i in range(num_first - 1, -1, -1):
-        if num_last == 0:
-            last = keys[first[i]]
-        num_last += keys[first[i]] == last
-    for line in lines:
-        if keys[line] == last and num_last > 0:
-            num_last -= 1
-        elif keys[line] >= last:
-            rest[num_rest] = line
-            num_rest += 1
-    return first[:num_first], rest
+        first[place] = lines[i]
+        num_first += 1
+    return first, rest
 
 
 @compiled(

@@ -1,5 +1,7 @@
 """However many wait, they are tried in one order: all, and none twice."""
 
+from typing import Any, cast
+
 import numpy as np
 import pytest
 
@@ -25,6 +27,40 @@ def test_lines_come_by_their_keys_and_those_without_one_are_left_out(
     assert np.concatenate((first, last)).tolist() == lines.tolist()
     assert len(first) == min(count, 64)
     assert not len(none)
+
+
+class CountedKeys:
+    """Keys that count how often one is read."""
+
+    def __init__(self, keys: Int64Array) -> None:
+        self._keys = keys
+        self.num_reads = 0
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __getitem__(self, line: int) -> int:
+        self.num_reads += 1
+        return int(self._keys[line])
+
+
+@pytest.mark.parametrize("step", [1, -1])
+def test_the_first_lines_are_found_in_one_pass_even_if_each_comes_before_all_earlier_ones(
+    step: int,
+) -> None:
+    lines = np.arange(4096)
+    keys, loop = CountedKeys(lines[::step].copy()), cast(Any, first_lines)
+    first, rest = loop.py_func(lines, keys, 64)
+    assert first.tolist() == lines[::step][:64].tolist()
+    assert len(rest) == len(lines) - 64
+    assert keys.num_reads < 2 * len(lines)
+
+
+def test_all_lines_may_be_left_for_later() -> None:
+    lines = np.arange(10)
+    first, rest = first_lines(lines, lines[::-1].copy(), 0)
+    assert not len(first)
+    assert rest.tolist() == lines.tolist()
 
 
 @pytest.mark.parametrize("count", COUNTS)
