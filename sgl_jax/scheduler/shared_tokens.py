@@ -60,7 +60,7 @@ class SharedTokens:
                 self._by_tenant.setdefault(int(tenants[row]), []).append(row)
         num_older = self._total - next(reversed(needs.values()))  # tokens before the youngest
         if not _most_after(0, num_older, num_tokens):
-            return  # no row has so many before it
+            return  # too few for a short part, and the other rows have fewer before them
         older = dict(zip(needs, accumulate(needs.values(), initial=0), strict=False))
         num_shorter = 0
         for row in sorted(needs, key=needs.__getitem__):

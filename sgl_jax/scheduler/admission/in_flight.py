@@ -32,15 +32,20 @@ class Leader(NamedTuple):
 
 
 class InFlight:
-    """The remaining prompts of one rank's prefilling requests, as of one step: `builder`'s."""
+    """The remaining prompts of one rank's prefilling requests, in the step of `builder`.
+
+    Rows are listed when a request is first tried, and their prompts read when a request is tried
+    that continues from the same node: most steps need few of them.
+    """
 
     def __init__(self, builder: StepBuilder) -> None:
         self._builder, self._rank = builder, builder.rank
         self._page_size = builder.rank.memory.page_size
         self._step_price = builder.chunk_size // _STEP_PRICE_PART
-        # By the tree's node at the end of their published part: rows in order, until a request is
-        # tried that continues there; and those that were there then, by the key of the next page.
-        self._unread: dict[int, list[int]] | None = None  # until a request is tried
+        # Rows whose prompts are not read yet, in order, by the id of the node at the end of their
+        # published part; None until they are listed. Once they are read, the node's list is empty.
+        self._unread: dict[int, list[int]] | None = None
+        # Rows whose prompts are read: by the id of that node, then by the key of the next page.
         self._rows: dict[int, dict[bytes, int]] = {}
         # Rows that share the beginning of another row's tokens: by that row, the number of shared
         # tokens, and the key of the next page.
@@ -58,6 +63,8 @@ class InFlight:
             unread.setdefault(node.node_id, []).append(row)
 
     def _list_all(self) -> dict[int, list[int]]:
+        """List the prefilling rows and return `_unread`. While there are none, it stays None, so
+        that the next call lists the rows that have started by then."""
         unread: dict[int, list[int]] = {}
         if self._builder.is_prefilling:
             self._unread = unread
@@ -65,8 +72,8 @@ class InFlight:
         return unread
 
     def _rows_behind(self, node: TreeNode, unread: list[int]) -> dict[bytes, int]:
-        """Return the rows that lead behind `node`, by the key of their next page: of several, the
-        one of the highest priority, else the first. `unread` are listed there."""
+        """Read the `unread` rows listed at `node`. Return the row that leads behind it for each key
+        of a next page: of several, the one of the highest priority, else the first."""
         found = self._rows.setdefault(node.node_id, {})
         for row in unread:
             self._read(row, found)
@@ -115,11 +122,11 @@ class InFlight:
             if first is None:
                 continue
             if not memory.can_keep_state:
-                return None  # nothing could go on from where the row comes past
+                return None  # no later request could continue without a kept state
             tokens = request.matchable()
             row, shared = self._furthest(first, tokens, node.end)
             if running.priority[row] < request.priority or not self._builder.is_served(row):
-                continue  # others may get the step's prompt tokens before it, and delay it
+                continue  # other requests may get the step's prompt tokens first, and delay the row
             length = shared // self._page_size * self._page_size
             num_saved = length - num_read
             # A wait gains nothing for tokens that the row has already published.
