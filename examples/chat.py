@@ -1,6 +1,6 @@
 """Hold a conversation with OpenAI's client; each request has the whole conversation.
 
-It needs a server (`scripts/serve`), whose URL may be an argument, and prints:
+It needs a server (`scripts/serve`). Its URL is an optional argument. It prints:
 
     The code of Anna is 471.    Noted.
     What is 17 + 25?            17 + 25 = 42.

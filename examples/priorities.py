@@ -1,6 +1,6 @@
 """Send requests with priorities: an urgent one is served before those that came first.
 
-It needs a server with priorities and one row, whose URL may be an argument:
+It needs a server with priorities and one row. Its URL is an optional argument:
 
     scripts/serve --enable-priority-scheduling --max-running-requests 1
 

@@ -1,7 +1,7 @@
 """Keep a conversation in the server's memory, and take back its last turn.
 
 Each turn sends only its text, and the server computes only that. It needs a server
-(`scripts/serve`), whose URL may be an argument. With an empty prefix cache it prints:
+(`scripts/serve`). Its URL is an optional argument. With an empty prefix cache it prints:
 
     Noted.           20 prompt tokens, 0 in place
     17 + 25 = 42.    42 prompt tokens, 23 in place

@@ -1,6 +1,6 @@
 """Print an answer while it is generated, then the number of its tokens.
 
-It needs a server (`scripts/serve`), whose URL may be an argument, and prints:
+It needs a server (`scripts/serve`). Its URL is an optional argument. It prints:
 
     17 + 25 = 42.
     18 prompt and 12 output tokens

@@ -1,6 +1,6 @@
 """Let the model call a function, and send it the result.
 
-It needs a server (`scripts/serve`), whose URL may be an argument, and prints:
+It needs a server (`scripts/serve`). Its URL is an optional argument. It prints:
 
     get_weather {"city": "Paris"}
     It is rainy and 12 degrees in Paris.

@@ -1,7 +1,7 @@
 """Close the objects of a JSON schema, so that they have only the named properties.
 
-By the standard, an object without `additionalProperties` may have any further properties. Few
-schemas intend that, and a model that may invent keys can generate up to its token limit.
+By the standard, an object without `additionalProperties` may have any further properties. This is
+rarely intended, and a model that may invent keys can generate up to its token limit.
 
 An object stays open if its schema
 

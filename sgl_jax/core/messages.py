@@ -131,8 +131,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """End a waiting or running request, or every request if `abort_all`; `rid` is then "".
 
-    The engine may have finished the request already. `session` is set for a session's turn whose
-    end the client will not receive: the session then drops that turn. `status_code` is the HTTP
+    The engine may have finished the request already. `session` is set for a session's turn if
+    the client will not receive its end: the session then drops that turn. `status_code` is the HTTP
     status if the request is invalid.
     """
 

@@ -1,4 +1,4 @@
-"""Folders and files that other users of the machine cannot read, whatever the umask is.
+"""Folders and files that other users of the machine cannot read, regardless of the umask.
 
 Used for everything that holds prompts, histories, KV or recordings. The engine process sets a umask
 that hides all its files; an `Engine` in Python does not change the umask of its process.

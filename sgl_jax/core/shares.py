@@ -15,8 +15,8 @@ class Shares:
     """Counts the units of a total held by each tenant, and limits further units.
 
     A tenant may hold `part` of the units not held by other tenants, and at least one. A single
-    tenant thus leaves some units for the next tenant, and tenants that take as many as possible
-    converge to equal shares. With a part of 1, only the total is a limit.
+    tenant therefore leaves some units for the next tenant, and tenants that take as many as
+    possible converge to equal shares. With a part of 1, only the total is a limit.
     """
 
     def __init__(self, total: int, part: float, most_kept: int | None = None) -> None:

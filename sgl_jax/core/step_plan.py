@@ -56,7 +56,7 @@ class RowAdmission(NamedTuple):
     stop_token_ids: tuple[int, ...]  # all ids that end the request, including the model's
     # Number of tokens already in the row's token table, from the session's previous turn.
     start: int = 0
-    # Tokens with log-probabilities reported at each position, besides the sampled token.
+    # Tokens with log-probabilities reported at each position, in addition to the sampled token.
     logprob_ids: tuple[int, ...] = ()
 
 

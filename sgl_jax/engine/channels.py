@@ -95,7 +95,7 @@ class _Messages:
         self._is_closed = False
 
     def send(self, message: Any) -> None:
-        """Queue a message. If the other end has gone, the message is dropped.
+        """Queue a message. If the other end is closed, the message is dropped.
 
         Raises:
             ChannelError: the message is too large.

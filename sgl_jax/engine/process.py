@@ -124,7 +124,7 @@ class EngineProcess:
         tail = b""
         while data := os.read(self._process.stdout.fileno(), 65536):
             tail = (tail + data)[-_LAST_LINE_BYTES:]
-            # If the terminal has gone, keep reading, or the child would block.
+            # If the terminal is closed, keep reading, or the child would block.
             with contextlib.suppress(OSError, ValueError):
                 sys.stderr.buffer.write(data)
                 sys.stderr.buffer.flush()

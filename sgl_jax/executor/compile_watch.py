@@ -107,7 +107,7 @@ class BackgroundCompilation:
         return not self._thread.is_alive()
 
     def close(self) -> None:
-        """Start no further job. A running job cannot be interrupted and is not waited for."""
+        """Start no further job. A running job cannot be interrupted; this does not wait for it."""
         self._is_closed = True
 
     def _run(self) -> None:

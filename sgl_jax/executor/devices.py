@@ -1,6 +1,6 @@
 """Choose the platform, its devices, the mesh over them, and the folder of compiled programs.
 
-Sets the process-wide jax settings of an engine once, before the first device is touched. Never
+Sets the process-wide jax settings of an engine once, before the first device is used. Never
 holds an array.
 """
 
@@ -55,7 +55,7 @@ def check_devices(num_devices: int, num_hosts: int, dp_size: int, tp_size: int) 
 def join_hosts(args: ServerArgs, address: str, port: int) -> None:
     """Connect the hosts of `args`, so that every host sees the devices of all hosts.
 
-    Call this before the first device is touched. jax's coordinator runs on host 0, at `address` and
+    Call this before the first device is used. jax's coordinator runs on host 0, at `address` and
     `port`. Raises RuntimeError if the hosts do not find each other in time.
     """
     _request_platform(args)
@@ -113,7 +113,7 @@ def platform_of(mesh: Mesh) -> str:
 
 
 def _request_platform(args: ServerArgs) -> None:
-    """Set jax's platform and number of CPU devices; no effect after a device was touched."""
+    """Set jax's platform and number of CPU devices; no effect after a device was used."""
     if args.device == "cpu":  # do not initialize an unused accelerator
         jax.config.update("jax_platforms", "cpu")
     configured: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
 """All settings of an engine, resolved from its arguments, its model and its platform.
 
-No later code interprets "auto" or 0 as a default. Touches no device and makes no array, so that a
+No later code interprets "auto" or 0 as a default. Uses no device and makes no array, so that a
 planner gets the same result for absent chips. Only the number of KV pages remains open: it depends
 on the devices' memory.
 """

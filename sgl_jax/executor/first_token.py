@@ -1,4 +1,4 @@
-"""The last steps of a warm-up: sample one greedy token on each rank, as for a request.
+"""The last steps of a warm-up: each rank samples one greedy token.
 
 A program that compiles may still compute wrong results, e.g. if weights overflow or a kernel reads
 beyond its pages. NaN or infinite log-probabilities reveal this before a client is affected.

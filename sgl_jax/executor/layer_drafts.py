@@ -22,7 +22,7 @@ _Tables = tuple[jax.Array, tuple[jax.Array, ...]]  # the token table and the poo
 
 
 class DraftRows(NamedTuple):
-    """The B rows of a step whose tokens are sampled."""
+    """The B rows of a step, and which of them get drafts."""
 
     rows: jax.Array  # int32[B] rows of the token table
     lasts: jax.Array  # int32[B] position of each row's last accepted query

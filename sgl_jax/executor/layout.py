@@ -127,7 +127,7 @@ class DPLayout:
         end_of_rows = self._row_words * self.rows_per_rank
         by_row = controls[:, :end_of_rows].reshape(self.dp_size, self._row_words, -1)
         of_snapshots = controls[:, end_of_rows:-_NUM_RANK_WORDS]
-        # The operating system zeroes memory when it is touched: unused columns cost nothing.
+        # The operating system zeroes memory at its first use: unused columns cost nothing.
         page_tables = np.zeros(self.page_tables_shape, np.int32)
         by_group = page_tables.reshape(
             self.dp_size, self.rows_per_rank, self.num_groups, self.pages_per_row

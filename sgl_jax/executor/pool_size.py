@@ -108,7 +108,7 @@ class KVPools(NamedTuple):
         return bisect_right(range(most + 1), num_bytes, key=self.num_bytes) - 1
 
     def rows_within(self, pages: Sequence[int]) -> int:
-        """Return the number of rows whose windows and states all fit in pools of `pages`."""
+        """Return the number of rows with windows and states that all fit in pools of `pages`."""
         each = [
             (pages[pool] - self.step_pages[pool]) // self.resting_pages[pool]
             for pool in range(1, len(self.layouts))
@@ -137,10 +137,10 @@ def choose_pool_pages(
         pools: the pools of the rank.
         mesh: the devices in use.
         pages_per_row: pages of one group for a request of the full context.
-        workspace_bytes: a step's temporary arrays on each device, besides weights and pages.
+        workspace_bytes: a step's temporary arrays on each device, excluding weights and pages.
 
     Raises:
-        RuntimeError: not even one page besides the null page fits.
+        RuntimeError: no page fits in addition to the null page.
         ValueError: `--swa-full-tokens-ratio` leaves windows too few pages.
     """
     layout, tables = pools.layouts[0], pools.num_tables[0]

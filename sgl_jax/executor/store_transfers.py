@@ -5,7 +5,7 @@ the loads that requests wait for, and one runs puts and everything else. So a re
 for a put, nor for other requests' loads before its search has ended.
 
 If a call fails or takes too long, the store is suspended: its transfers fail immediately until a
-probe succeeds. A thread that hangs in a call is abandoned and touches no block when the call
+probe succeeds. A thread that hangs in a call is abandoned and accesses no block when the call
 returns.
 """
 
@@ -77,7 +77,7 @@ class _Lane:
 
 class _Job:
     """A running transfer, with store keys for the weights served when it was planned. It ends once,
-    on its thread or when it is given up; afterwards it touches no block."""
+    on its thread or when it is given up; afterwards it accesses no block."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A fingerprint of weights: equal for equal arrays, whatever their sharding."""
+"""A fingerprint of weights: equal for equal arrays, regardless of their sharding."""
 
 import hashlib
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Queries and keys normalised and rotated on TPU, in the order that attention reads.
 
-XLA takes a dozen operations for this, each of which costs some 2,000 cycles however small it is,
+XLA takes a dozen operations for this, each of which costs at least about 2,000 cycles,
 and more in a chunk of prompt tokens. Here it is one Pallas kernel, which reads the product of Q, K
 and V once and writes each of them once.
 

@@ -83,7 +83,7 @@ def weights_of_layer(layers: Any, layer: jax.Array) -> Any:
 def gather_over_data(layer: nnx.Module) -> None:
     """Gather, in place, each parameter of one layer that is split over 'data'.
 
-    The specs belong to the stacked parameters, hence one axis longer than a layer's array.
+    The specs belong to the stacked parameters, so they have one axis more than a layer's array.
     """
     for _, param in nnx.to_flat_state(nnx.state(layer)):
         axes = param.spec[1:]

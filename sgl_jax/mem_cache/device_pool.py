@@ -1,7 +1,7 @@
 """The pools of all ranks as device arrays: KV pages, and states of recurrent layers.
 
 This file defines the arrays' shapes, shardings and sizes in bytes. It does not record the owner of
-a page or slot. It is the only file of this room that imports jax.
+a page or slot. It is the only file of this package that imports jax.
 """
 
 import math

@@ -1,7 +1,7 @@
 """A placement of a mixture's experts over chips, with copies of the busiest, from counted loads.
 
 The most loaded chip sets a layer's time. A copy of an expert takes an equal share of its tokens, so
-copies of the most chosen experts, distributed with the rest, level the chips. The algorithm is
+copies of the most chosen experts, distributed with the rest, balance the chips. The algorithm is
 greedy: copies go to the expert with the greatest load per copy, then the largest shares go first to
 the chip with the least load (longest processing time first, Graham 1969, doi:10.1137/0117039).
 DeepSeek's load balancer and SGLang list their experts in slots in the same way.

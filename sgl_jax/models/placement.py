@@ -1,6 +1,6 @@
 """A model's declaration for a mesh: its graph, and the sharding of each of its parameters.
 
-Needs no weights and touches no device, so that it also works for meshes of chips that do not exist.
+Needs no weights and no device, so that it also works for meshes of chips that do not exist.
 """
 
 from typing import Any, NamedTuple

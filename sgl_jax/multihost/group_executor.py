@@ -114,7 +114,7 @@ class GroupExecutor(ModelExecutor):
 
 @contextmanager
 def step_errors() -> Iterator[None]:
-    """Convert errors of a step to GroupErrors: usually another host has gone. Otherwise the step
+    """Convert errors of a step to GroupErrors: usually another host has ended. Otherwise the step
     may not have failed on the other hosts, so the hosts no longer agree."""
     try:
         yield

@@ -1,4 +1,4 @@
-"""Retracts without a shortage, so that tests meet retracts often (`--test-retract`).
+"""Retracts without a shortage, so that tests cover retracts often (`--test-retract`).
 
 Every `interval` steps each rank gives up half of the allowed requests, whether they decode, are in
 the middle of a chunked prefill, or wait for their last result. The choice depends only on the count

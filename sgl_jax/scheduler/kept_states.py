@@ -37,7 +37,7 @@ def record_starts(ranks: Ranks, plan: StepPlan, launched: Records, tokens: Int32
         plan: the plan of the step with the result.
         launched: LAUNCHED[n], the rows of that step, with their gained tokens.
         tokens: int32[n, w], the tokens of `RankResult`, padded with negative values. On the device,
-            a row that ended continues from all of them, its overshoot included.
+            a row that ended continues from all of them, including its overshoot.
     """
     states = [rank_plan.states for rank_plan in plan.ranks]
     halves = np.concatenate([each.halves for each in states if each is not None])

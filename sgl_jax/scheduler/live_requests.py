@@ -372,7 +372,7 @@ class LiveRequests:
         self.forget(request, succeeded=True)
 
     def _amend(self, message: StopRequest | AbortRequest) -> None:
-        """Correct the session of a turn that ended well: the session has more than its client saw.
+        """Correct the session of a turn that succeeded: the session has more than its client saw.
         Refuse turns sent before that was known, to continue it, as if it were still in flight."""
         text = "it continues a turn whose end its client had not seen; send it again"
         for request in self.sessions.built_on(message):

@@ -1,6 +1,6 @@
 """The running requests as columns of arrays, indexed by row.
 
-A decode step touches only these arrays, so its host time hardly depends on the number of running
+A decode step uses only these arrays, so its host time hardly depends on the number of running
 requests. The columns cover the rows of all ranks. Each rank has views of its part, indexed by its
 `ReqToTokenPool` rows. A step plan gets copies, never these arrays.
 

@@ -130,7 +130,7 @@ class _WorkerServer:
         if report.exit_code == 0 or (self._signalled.is_set() and not self._is_ready):
             return 0
         logger.error("%s", report if self._failure is None else self._failure.message)
-        if report.exit_code == -signal.SIGABRT:  # raised by jax when host 0 has gone
+        if report.exit_code == -signal.SIGABRT:  # raised by jax when host 0 has ended
             return HOST_LOST
         return report.exit_code if report.exit_code in GROUP_CODES else FAILED
 

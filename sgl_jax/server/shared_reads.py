@@ -71,7 +71,7 @@ class SharedRun(Generic[T]):
         """Wait for the next run. Its error is raised in all waiting callers."""
         if self._next is None:
             self._next = asyncio.create_task(self._run())
-            # If it fails after all callers have gone, mark its error as retrieved.
+            # If it fails after all callers have left, mark its error as retrieved.
             self._next.add_done_callback(lambda run: run.cancelled() or run.exception())
         return await asyncio.shield(self._next)
 

@@ -1,6 +1,6 @@
 """One run of a fleet: traffic through a routing policy to engines, interval by interval.
 
-The clock is logical. The figures are a function of the inputs, whatever the number of processes.
+The clock is logical. The figures depend only on the inputs, not on the number of processes.
 """
 
 from typing import Any, NamedTuple

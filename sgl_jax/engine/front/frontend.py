@@ -202,7 +202,7 @@ class Frontend:
         return stream
 
     def abandon(self, stream: RequestStream) -> None:
-        """End the request of `stream` after its consumer has gone. Call it at most once.
+        """End the request of `stream` after its consumer has left. Call it at most once.
 
         If the consumer did not take the end of a session's turn, the turn is rolled back, even if
         the request has finished in the engine.

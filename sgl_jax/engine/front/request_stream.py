@@ -2,7 +2,7 @@
 
 The stream decodes tokens to text and searches for stop strings. The `Frontend` calls `accept*`, and
 the consumer calls `take`, perhaps on another thread; the lock of the `Frontend` guards both. Must
-never touch the network or asyncio.
+never use the network or asyncio.
 """
 
 import threading
@@ -176,7 +176,7 @@ class RequestStream:
         return Chunk(text, ids, num_output_tokens, logprobs, prompt_logprobs, finish)
 
     def end_trace(self) -> None:
-        """End the trace, after the consumer has taken all or has gone. Idempotent."""
+        """End the trace, after the consumer has taken all or has left. Idempotent."""
         on_end, self.on_end = self.on_end, None
         if on_end is not None:
             on_end(self)

@@ -6,7 +6,7 @@ finds nothing, because the scheduler and the memory stack create no garbage cycl
 load the engine collects only after enough new objects that cycles of other code may have
 accumulated.
 
-The server process has no idle moment to wait for. Its threshold is high enough that one reply with
+The server process has no reliable idle time. Its threshold is high enough that one reply with
 log-probabilities (thousands of objects) triggers no collection.
 """
 

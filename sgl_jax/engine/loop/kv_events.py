@@ -181,7 +181,7 @@ class _RankSockets:
                 return False
             logger.warning("a subscriber of KV events reads no replay: it gets no more of it")
         except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:  # the subscriber has gone
+            if error.errno != zmq.EHOSTUNREACH:  # the subscriber has disconnected
                 raise
         return True
 

@@ -250,8 +250,8 @@ class _Keys(NamedTuple):
     """The keys of one or several blocks that adjacent queries of one row see."""
 
     seen: jax.Array  # bool [..., queries, keys] keys that each query sees
-    # bool [..., keys] slots with a token that some query sees. Other slots may hold anything, NaN
-    # included, and the table has no page for keys that have left the window.
+    # bool [..., keys] slots with a token that some query sees. Other slots may hold anything,
+    # including NaN, and the table has no page for keys that have left the window.
     used: jax.Array
 
     @classmethod
@@ -372,7 +372,7 @@ def _merge(a: _Partial, b: _Partial) -> _Partial:
 def _merge_into_rows(rows: _Partial, blocks: _Partial, owner: jax.Array) -> _Partial:
     """Merge blocks [blocks, ...] into rows [rows, ...]; owner[i, j]: block i is of row j.
 
-    Blocks of other rows are excluded by selection: zero times their NaN would be NaN.
+    Blocks of other rows are masked with a select: zero times their NaN would be NaN.
     """
     owner = owner[:, :, None, None]
     m = jnp.maximum(rows.m, jnp.where(owner, blocks.m[:, None], MASKED).max(axis=0))

@@ -2,7 +2,7 @@
 
 Lines are cut into tiles regardless of group. A *visit* is a pair of a group and a tile with some of
 its lines; it multiplies the whole tile with the group's matrix and keeps the group's lines. Visits
-are ordered by group, and so by tile, hence
+are ordered by group, and so by tile:
 
 - a group's matrix is fetched once, during the previous visit, and never for a group without lines;
 - the visits to one tile are consecutive, so its result stays in vector memory until all groups have

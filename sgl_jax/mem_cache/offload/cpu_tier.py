@@ -2,8 +2,8 @@
 
 Out: a prefix that the cache gains (or uses again, or is about to evict: the write policy) is copied
 while steps run. In: a *fetch* takes pages under a separate lease, and gives them to the prefix
-cache when their contents have arrived. A request that waits for the fetch then finds them as it
-finds any cached prefix. So no request ever holds a page without contents.
+cache when their contents have arrived. A request that waits for the fetch then finds them
+like any cached prefix. So no request ever holds a page without contents.
 
 This file holds the leases of fetches. They end, as all leases do, in `release_kv_cache`.
 """

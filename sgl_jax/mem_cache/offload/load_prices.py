@@ -1,4 +1,4 @@
-"""The choice between loading a prefix and computing it: by measured rates, whichever is sooner."""
+"""The choice between loading a prefix and computing it: the faster one by measured rates."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -212,7 +212,7 @@ class RemoteTier:
         _add_keys(self._left_out, put.pages)
 
     def drop_puts(self) -> None:
-        """Undo the locks of all writes, none of which may still run."""
+        """Undo the locks of all writes. No write may still run."""
         for number in self._puts:
             self._blocks.end_fetch(number)
         self._puts.clear()

@@ -2,8 +2,8 @@
 
 A page always has exactly one owner: none (`FREE`), the engine (`RESERVED`, page 0), the prefix tree
 (`TREE`), or the lease of row r of the row pool (owner r, at least 1). Every move names the owner it
-expects, so a double free or a foreign page raises at once. The allocator only records owners; it
-never evicts.
+expects, so a double free, or a move of another owner's page, raises at once. The allocator only
+records owners; it never evicts.
 """
 
 from typing import NoReturn

@@ -1,6 +1,6 @@
 """A compressed, page-aligned radix tree of token sequences: the core of every prefix cache.
 
-It matches, locks, inserts and evicts paths of a `TreeShape`. It never touches an allocator:
+It matches, locks, inserts and evicts paths of a `TreeShape`. It never calls an allocator:
 components own the values of edges, their locks and the freed pages. With windows, `resumable.py`
 determines the resumable positions; without windows, every position is resumable.
 """

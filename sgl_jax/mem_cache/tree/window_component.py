@@ -4,8 +4,8 @@ A node's value is an int32 array with a page for each page of its edge, 0 for fr
 counted page by page, so they stay exact after any split or merge: a lease that ends at page p holds
 `[p - num_pages, p)`, and may release the first of these pages as it continues.
 
-`resumable.py` determines the resumable positions and thus the needed pages, and `window_order.py`
-the order of eviction. This file stores and counts the pages.
+`resumable.py` determines the resumable positions and the pages that they need, and
+`window_order.py` the order of eviction. This file stores and counts the pages.
 
 The component fits anything with a lookback of a fixed number of values. With `num_pages` 1, it
 holds states, of which only the last snapshot is needed. FULL is not such a component with an

@@ -42,10 +42,10 @@ class InFlight:
         self._builder, self._rank = builder, builder.rank
         self._page_size = builder.rank.memory.page_size
         self._step_price = builder.chunk_size // _STEP_PRICE_PART
-        # Rows whose prompts are not read yet, in order, by the id of the node at the end of their
+        # Rows with unread prompts, in order, by the id of the node at the end of their
         # published part; None until they are listed. Once they are read, the node's list is empty.
         self._unread: dict[int, list[int]] | None = None
-        # Rows whose prompts are read: by the id of that node, then by the key of the next page.
+        # Rows with read prompts: by the id of that node, then by the key of the next page.
         self._rows: dict[int, dict[bytes, int]] = {}
         # Rows that share the beginning of another row's tokens: by that row, the number of shared
         # tokens, and the key of the next page.
@@ -72,8 +72,8 @@ class InFlight:
         return unread
 
     def _rows_behind(self, node: TreeNode, unread: list[int]) -> dict[bytes, int]:
-        """Read the `unread` rows listed at `node`. Return the row that leads behind it for each key
-        of a next page: of several, the one of the highest priority, else the first."""
+        """Read the `unread` rows listed at `node`. Return the leading row after it for each key of
+        a next page: of several, the one of the highest priority, else the first."""
         found = self._rows.setdefault(node.node_id, {})
         for row in unread:
             self._read(row, found)

@@ -6,7 +6,7 @@ also fits if its pages up to its limit, next to the most that the running reques
 are within the pool: no forecast keeps it from starting then.
 
 A moment does not count if the request has done enough by then. Each of its tokens saves a part of a
-step, whose fixed time the rank's requests share. A retract at that moment costs its prompt and
+step: the rank's requests share its fixed time. A retract at that moment costs its prompt and
 these tokens once more, times `conservativeness`.
 
 If a rank is held for a request, the held pages count from the step at which it is expected to

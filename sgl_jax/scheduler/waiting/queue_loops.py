@@ -289,7 +289,7 @@ def order_keys(
 
 @compiled("(int64[::1], int64[::1], int64)")
 def first_lines(lines: IntpArray, keys: Int64Array, most: int) -> tuple[IntpArray, IntpArray]:
-    """Return the `most` of `lines` with the lowest keys, sorted, and the others. Of lines with
+    """Return the `most` of `lines` with the lowest keys, sorted, and the rest. Of lines with
     equal keys, the first come first."""
     own = np.empty(len(lines), np.int64)
     for i in range(len(lines)):

@@ -67,8 +67,8 @@ async def health(request: Request) -> Response:
 @router.get("/liveness", responses=answers())
 async def liveness(request: Request) -> Response:
     """Return 503 if the server should be restarted, since the engine has ended or its process is
-    silent, else 200. Load, draining and failing steps, which end the engine themselves, do not
-    count."""
+    silent, else 200. Load, draining and failing steps do not count: a draining or
+    failing engine ends by itself."""
     refs = references_of(request)
     return health_answer(refs.check_live, refs.health, _status(refs))
 

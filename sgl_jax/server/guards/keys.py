@@ -200,7 +200,7 @@ def _number(field: str, text: str) -> float:
 
 
 def tenant_of(request: Request, user: str | None) -> Tenant | None:
-    """Return the tenant of `request`, whose body has this field `user`."""
+    """Return the tenant of `request` with this `user` in its body."""
     tenant = caller_of(request).tenant
     if tenant is None and user:
         is_pooled = references_of(request).args.has_key_file
@@ -269,7 +269,7 @@ OPEN_PATHS = frozenset({"/health", "/liveness", "/ping"})  # load balancers have
 class ApiKeyMiddleware:
     """Refuses callers not admitted by `keys`, before the body is read.
 
-    Besides the routes of load balancers, paths in `public` need no key. With `open_metrics`,
+    Routes of load balancers and paths in `public` need no key. With `open_metrics`,
     neither does `/metrics`.
     """
 

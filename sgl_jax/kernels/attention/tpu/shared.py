@@ -250,7 +250,7 @@ class Pages(NamedTuple):
         """Zero V in the slots of one page of a buffer outside [first, stop); `first` may be None.
 
         The weight of these slots is zero, but they may hold another row's values or garbage, and
-        zero times NaN is NaN. K needs no such care: a masked score is replaced, NaN or not.
+        zero times NaN is NaN. K need not be cleared: a masked score is replaced even if it is NaN.
         """
         kv = self.buffers.kv
         slot = lax.broadcasted_iota(jnp.int32, kv.shape[3:], 0)

@@ -3,9 +3,9 @@
 A TPU copies whole tiles: 8, 16 or 32 slots of a page by 128 lanes, for elements of 4, 2 or 1 bytes.
 A token is smaller than a tile, so tiles are read, changed and written back. Consecutive tokens of a
 row that share a tile are a *run* and are written together; a run that fills its tile reads nothing.
-Several runs are in flight at once. This is safe because no two runs of one grid step touch the same
-tile: only one row writes to a page, and each grid step waits for its writes before it ends. Padding
-and the null page, which any number of rows may share, are never written.
+Several runs are in flight at once. This is safe because no two runs of one grid step access the
+same tile: only one row writes to a page, and each grid step waits for its writes before it ends.
+Padding and the null page, which any number of rows may share, are never written.
 
 Grid: one step for each block of up to 512 of the step's tokens.
 

@@ -1,9 +1,9 @@
 """Choices of experts and the places of their lines for TPU, one kernel each.
 
-XLA sorts for both, with a dozen small operations around its sorts, none of which is cheap. In these
+XLA sorts for both, with a dozen small but expensive operations around its sorts. In these
 kernels, experts are in sublanes and tokens in lanes: the most probable of a token's experts is a
 maximum over sublanes, and the matrix unit counts the lines before a token's line as a product of
-zeros and ones with a triangle of ones.
+a 0/1 matrix with a triangular matrix of ones.
 """
 
 from functools import partial
