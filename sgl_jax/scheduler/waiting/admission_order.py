@@ -30,7 +30,6 @@ from sgl_jax.scheduler.waiting.queue_loops import (
     MOST_LEVELS,
     NUM_REUSES,
     alike_lines,
-    first_lines,
     least_pages,
     order_keys,
     reuse_order,
@@ -158,7 +157,7 @@ class AdmissionOrder:
         """Yield the lines that have a key in the order of their keys, in two parts. Usually only
         the first part is tried, or no rank has prompt tokens left for the second."""
         columns, rest = self._columns, (keys != LAST).nonzero()[0]
-        for is_first in (True, False):
+        for most in (_FIRST_PART, len(rest)):
             rest = with_tokens(
                 rest,
                 offer.rooms,
@@ -168,11 +167,8 @@ class AdmissionOrder:
                 columns.tenant,
                 offer.open_tenants,
             )
-            if is_first:
-                part, rest = first_lines(rest, keys, _FIRST_PART)
-                yield part
-            else:
-                yield rest[keys[rest].argsort(kind="stable")]
+            part, rest = _sorted_part(rest, keys, most)
+            yield part
 
     def _least_pages(self, rooms: Rooms, ranks: IntpArray, step: int) -> Int32Array:
         """Return int32[len(ranks), end], minimum pages of each line; `NEVER` if it may not
@@ -290,3 +286,13 @@ class AdmissionOrder:
             shared_prefixes.end_pages,
         )
         return order
+
+
+def _sorted_part(lines: IntpArray, keys: Int64Array, most: int) -> tuple[IntpArray, IntpArray]:
+    """Return about `most` of the lines with the lowest keys, sorted, and the rest. Lines with equal
+    keys stay together, in the same order on every host."""
+    own, rest = keys[lines], lines[:0]
+    if len(lines) > most:
+        is_first = own <= np.partition(own, most)[most]
+        lines, rest, own = lines[is_first], lines[~is_first], own[is_first]
+    return lines[own.argsort(kind="stable")], rest

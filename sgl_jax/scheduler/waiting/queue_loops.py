@@ -287,37 +287,6 @@ def order_keys(
     return keys
 
 
-@compiled("(int64[::1], int64[::1], int64)")
-def first_lines(lines: IntpArray, keys: Int64Array, most: int) -> tuple[IntpArray, IntpArray]:
-    """Return the `most` of `lines` with the lowest keys, sorted, and the rest. Of lines with
-    equal keys, the first come first."""
-    own = np.empty(len(lines), np.int64)
-    for i in range(len(lines)):
-        assert 0 <= lines[i] < len(keys)
-        own[i] = keys[lines[i]]
-    # Lines with a key below `last` come first, and the first `num_last` lines with that key.
-    last, num_last = LAST, most
-    if most < len(lines):
-        last = np.partition(own, most)[most]
-        for key in own:
-            num_last -= key < last
-    first, num_first = np.empty(min(most, len(lines)), np.intp), 0
-    rest, num_rest = np.empty(len(lines) - len(first), np.intp), 0
-    for i in range(len(lines)):
-        if own[i] > last or (own[i] == last and num_last == 0):
-            rest[num_rest] = lines[i]
-            num_rest += 1
-            continue
-        num_last -= own[i] == last
-        place = num_first
-        while place > 0 and keys[first[place - 1]] > own[i]:
-            first[place] = first[place - 1]
-            place -= 1
-        first[place] = lines[i]
-        num_first += 1
-    return first, rest
-
-
 @compiled(
     "(int64, int64, int64, int32, boolean, float64, int64, int64, int64, boolean[::1], "
     "boolean[::1], int64[::1], int64[:], int32[::1], int32[::1], int32[:], int32[::1], "

