@@ -24,7 +24,7 @@ from sgl_jax.executor.state_slots import RowStates
 from sgl_jax.executor.step import StepState
 from sgl_jax.kernels.attention.api import attention_implementation, check_pages
 from sgl_jax.kernels.attention.cache_dtype import EIGHT_BITS, cache_dtype, cache_dtype_name
-from sgl_jax.kernels.expert_dispatch.interface import line_moves_implementation
+from sgl_jax.kernels.expert_dispatch.interface import expert_dispatch_implementation
 from sgl_jax.kernels.gated_delta.api import gated_delta_implementation
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, check_heads
 from sgl_jax.kernels.grouped_matmul.interface import grouped_matmul_implementation
@@ -135,7 +135,7 @@ class EngineConfig(NamedTuple):
             ),
             multiply_quantized=quantized_matmul_implementation(self.platform, simulate=simulates),
             multiply_groups=grouped_matmul_implementation(self.platform, simulate=simulates),
-            move_lines=line_moves_implementation(self.platform, simulate=simulates),
+            expert_dispatch=expert_dispatch_implementation(self.platform, simulate=simulates),
             gated_delta=recurrence.gated_delta,
             causal_conv=recurrence.causal_conv,
             has_kv_scales=self._has_kv_scales,

@@ -66,7 +66,7 @@ class BuildOptions(NamedTuple):
     qkv_heads: QKVHeads = xla_qkv_heads
     multiply_quantized: QuantizedMatmul = cpu_quantized_matmul
     multiply_groups: GroupedMatmul = blocked_grouped_matmul
-    move_lines: DispatchKernels = XLA_MOVES
+    expert_dispatch: DispatchKernels = XLA_MOVES
     gated_delta: GatedDelta = xla_gated_delta.gated_delta
     causal_conv: CausalConv = xla_gated_delta.causal_conv
     has_kv_scales: bool = False  # declare the scales of an 8-bit KV cache

@@ -82,7 +82,7 @@ def _experts(
         ),
         num_experts=experts,
         choice=moe.choice,
-        moves=options.move_lines,
+        moves=options.expert_dispatch,
         gated=partial(clamped_swiglu, limit=limit, alpha=moe.swiglu_alpha),
         scatters=options.sequence_parallel,
     )

@@ -65,7 +65,7 @@ def mixture_of_experts(
         num_experts=moe.num_experts,
         choice=moe.choice,
         choice_bias=_choice_bias(moe),
-        moves=options.move_lines,
+        moves=options.expert_dispatch,
         shared=_shared_expert(config, spec, moe, options),
         scatters=options.sequence_parallel,
     )

@@ -211,7 +211,7 @@ class EventStream(Response):
     async def _pump(self, send: Send) -> None:
         started = False
         async with (
-            BackpressuredSend(send, self._reader_timeout_s) as patient_send,
+            BackpressuredSend(send, self._reader_timeout_s) as backpressured_send,
             self._group as group,
         ):
             try:
@@ -221,7 +221,7 @@ class EventStream(Response):
                         own = [
                             (name.encode(), value.encode()) for name, value in group.headers.items()
                         ]
-                        await patient_send({**START, "headers": [*_HEADERS, *own]})
+                        await backpressured_send({**START, "headers": [*_HEADERS, *own]})
                         started = True
                     events = b""
                     for number, (index, chunk) in enumerate(batch, 1):
@@ -231,14 +231,14 @@ class EventStream(Response):
                         if number == len(batch) or len(events) >= _PIECE_BYTES:
                             for at in range(0, len(events), _PIECE_BYTES):
                                 piece = events[at : at + _PIECE_BYTES]
-                                await patient_send({**BODY, "body": piece, "more_body": True})
+                                await backpressured_send({**BODY, "body": piece, "more_body": True})
                             events = b""
             except Exception as error:
                 if not started:
                     raise
                 failure = to_api_error(error)
-                await patient_send({**BODY, "body": self._format.failure(failure)})
+                await backpressured_send({**BODY, "body": self._format.failure(failure)})
                 if failure.status_code == 500:
                     raise
             else:
-                await patient_send(BODY)
+                await backpressured_send(BODY)

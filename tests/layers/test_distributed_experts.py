@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.executor.engine_config import EngineConfig
 from sgl_jax.kernels.expert_dispatch import lines as expert_dispatch
-from sgl_jax.kernels.expert_dispatch.interface import XLA_MOVES, line_moves_implementation
+from sgl_jax.kernels.expert_dispatch.interface import XLA_MOVES, expert_dispatch_implementation
 from sgl_jax.kernels.grouped_matmul.interface import grouped_matmul_implementation
 from sgl_jax.layers.moe import ExpertCopies, clamped_swiglu, copy_keys
 from sgl_jax.models.expert_placement import place_experts
@@ -77,7 +77,7 @@ def run(layout, x, is_token, params, *, axes=None, simulate=False, copies=None, 
     module = mixture_of_experts(
         grouped_matmul_implementation("cpu", simulate=simulate),
         norm_topk_prob=True,
-        moves=line_moves_implementation("cpu", simulate=simulate),
+        moves=expert_dispatch_implementation("cpu", simulate=simulate),
         expert_axes=axes,
         num_stored=num_stored,
         **options,
@@ -201,7 +201,7 @@ def test_padding_has_lines_on_no_chip(layout, monkeypatch):
         return lines
 
     moves = XLA_MOVES._replace(sort=sort)
-    monkeypatch.setitem(globals(), "line_moves_implementation", lambda *_, **__: moves)
+    monkeypatch.setitem(globals(), "expert_dispatch_implementation", lambda *_, **__: moves)
     x, is_token = tokens(layout)
     is_token[:, 7:] = False
     run(layout, x, is_token, weights(has_biases=False), axes=layout.axes)

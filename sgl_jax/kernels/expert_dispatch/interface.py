@@ -100,7 +100,7 @@ class DispatchKernels(NamedTuple):
 XLA_MOVES = DispatchKernels(xla_choose, xla_sort, xla_gather, xla_gate, xla_add)
 
 
-def line_moves_implementation(platform: str, *, simulate: bool = False) -> DispatchKernels:
+def expert_dispatch_implementation(platform: str, *, simulate: bool = False) -> DispatchKernels:
     """Return kernels for the platform "tpu", or interpreted for "cpu" with `simulate`, else XLA."""
     if platform == "tpu" or (platform == "cpu" and simulate):
         # Imported late: a process without Pallas does not wait for its import.
