@@ -86,7 +86,7 @@ def variants(draft_layer: str) -> list[Variant]:
     """Return variants in which every three values of different axes occur together.
 
     A covering array of strength 3: a greedy choice, from `SOME`, of the variant that adds the most
-    triples. It has a fifth of the variants of the whole product, which takes hours.
+    triples. It has a seventh of the variants of the whole product, which takes hours.
 
     Args:
         draft_layer: the third speculative algorithm, MTP or EAGLE3.
