@@ -40,7 +40,8 @@ SERVER_SETTINGS = (
 def kv_absmax(
     args: ServerArgs, prompts: Sequence[list[int]], output_len: int
 ) -> tuple[Float32Array, Float32Array]:
-    """The greatest |K| and |V| over all prompts and their answers, [layers, kv_heads] each."""
+    """Return the greatest |K| and |V| over all prompts and their answers, [layers, kv_heads]
+    each."""
     config = ModelConfig.from_path(args.model_path)
     longest = max(map(len, prompts)) + output_len
     page_size = args.page_size or TPU_PAGE_SIZE  # the larger default, on TPU
@@ -72,7 +73,7 @@ def kv_absmax(
 
 
 def read_prompts(options: argparse.Namespace, args: ServerArgs) -> list[list[int]]:
-    """Token ids, cut to leave room for an answer."""
+    """Return the prompts' token ids, cut to leave room for an answer."""
     tokenizer = Tokenizer.load(args.tokenizer_path or args.model_path)
     if options.prompts is not None:
         lines = options.prompts.read_text().splitlines()
@@ -92,7 +93,7 @@ def read_prompts(options: argparse.Namespace, args: ServerArgs) -> list[list[int
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Calibrate and write the file; returns the exit code."""
+    """Calibrate and write the file; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="calibrate_kv_scales", description="Find the scales of an 8-bit KV cache."
     )

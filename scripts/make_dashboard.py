@@ -151,7 +151,7 @@ ROWS = {
 
 
 def dashboard() -> dict[str, Any]:
-    """The dashboard in Grafana's model."""
+    """Return the dashboard in Grafana's model."""
     ids, panels, top = count(1), list[dict[str, Any]](), 0
     for title, row in ROWS.items():
         place = {"x": 0, "y": top, "w": _WIDTH * _COLUMNS, "h": 1}
@@ -210,7 +210,7 @@ def _variables() -> list[dict[str, Any]]:
 
 
 def text() -> str:
-    """The file's text."""
+    """Return the file's text."""
     return json.dumps(dashboard(), indent=1) + "\n"
 
 

@@ -312,7 +312,8 @@ def randomise(model: PreTrainedModel) -> None:
 
 
 def packed_experts(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Random MXFP4 in place of the experts' matrices, which get its numbers."""
+    """Return random MXFP4 tensors for the experts' matrices, and set the model's weights to their
+    values."""
     tensors = {}
     for name, weight in model.named_parameters():
         if name.endswith(("gate_up_proj", "down_proj")):

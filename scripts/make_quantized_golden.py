@@ -142,7 +142,8 @@ def in_order(_: str, size: int) -> torch.Tensor:
 
 
 def act_order(module: str, size: int) -> torch.Tensor:
-    """Groups of rows by importance: alike where modules read one input."""
+    """Return groups of rows by importance; modules that read the same input have the same
+    groups."""
     layer = int(re.findall(r"layers\.(\d+)", module)[0])
     reads = {"o_proj": 1, "gate_proj": 2, "up_proj": 2, "down_proj": 3}
     seed = 4 * layer + reads.get(module.rsplit(".", 1)[1], 0)
@@ -264,7 +265,7 @@ SEEDS = {"ct_fp8_dynamic": 123, "ct_fp8_kv_scales": 146}
 
 
 def is_quantized(name: str, scheme: Scheme) -> bool:
-    """True for the matrix of a module that the scheme quantizes."""
+    """Return whether `name` is the matrix of a module that the scheme quantizes."""
     if not name.endswith(("_proj.weight", "_proj_with_mqa.weight")):
         return False
     module = name.removesuffix(".weight")
@@ -273,7 +274,7 @@ def is_quantized(name: str, scheme: Scheme) -> bool:
 
 
 def encode_all(model: PreTrainedModel, scheme: Scheme) -> tuple[Tensors, Tensors]:
-    """The tensors of the checkpoint, and those of the model that they stand for, in float64."""
+    """Return the checkpoint's tensors, and the model's tensors that they stand for, in float64."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         plain = load_file(Path(folder) / "model.safetensors")
@@ -293,7 +294,7 @@ def encode_all(model: PreTrainedModel, scheme: Scheme) -> tuple[Tensors, Tensors
 
 
 def input_scales(model: PreTrainedModel) -> Tensors:
-    """Static scales, [1] in bfloat16, of the inputs in one run."""
+    """Return static scales, [1] in bfloat16, of the inputs in one run."""
     largest: dict[str, torch.Tensor] = {}
 
     def observe(name: str, _: torch.nn.Module, inputs: tuple[torch.Tensor]) -> None:
@@ -346,7 +347,7 @@ def quantize_inputs(model: PreTrainedModel, scheme: Scheme, stored: Tensors) -> 
 
 
 def wide_norm(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """RMSNorm without transformers' narrowing to float32."""
+    """Compute RMSNorm without transformers' narrowing to float32."""
     mean = x.pow(2).mean(-1, keepdim=True)
     return self.weight * (x * torch.rsqrt(mean + self.variance_epsilon))
 

@@ -50,7 +50,7 @@ process drives all chips (`engine_type`, `tp_rank`, `pp_rank`, `moe_ep_rank`).
 
 
 def flags_page() -> str:
-    """Every flag of the server, in the order of `ServerArgs`."""
+    """Return a page with every flag of the server, in the order of `ServerArgs`."""
     scheduling = {field.name for field in dataclasses.fields(SchedulerArgs)}
     tables: dict[str, str] = {"Model, devices and HTTP": "", "Scheduling": ""}
     for field in dataclasses.fields(ServerArgs):
@@ -60,7 +60,7 @@ def flags_page() -> str:
 
 
 def metrics_page() -> str:
-    """Every metric of a server with the demonstration model, by name."""
+    """Return a page with every metric of a server with the demonstration model, by name."""
     requests = RequestMetrics("demo")
     metrics = EngineMetrics(requests)
     with Engine(str(ROOT / "models" / "demo"), device="cpu", warmup="none") as engine:

@@ -47,7 +47,7 @@ COUNT_FRAMES = """milliseconds => new Promise(resolve => {
 
 
 def frames(num_ranks: int, num_pages: int) -> Iterator[dict[str, Any]]:
-    """A key frame and the frames after it."""
+    """Yield a key frame and the frames after it."""
     random = np.random.default_rng(0)
     starts = np.sort(random.integers(0, num_pages, (num_ranks, num_pages // 40)))
     kinds = random.integers(-3, NUM_ROWS, (num_ranks, num_pages // 40 + 1))

@@ -21,7 +21,8 @@ BLOCK = 128
 
 
 def encode_compressed(weight: torch.Tensor, scheme: QuantizationScheme) -> Tensors:
-    """As compressed-tensors: its observers' minimum and maximum, its scales and its packers."""
+    """Encode with compressed-tensors: its observers' minimum and maximum, its scales and its
+    packers."""
     args = scheme.weights
     scale, zero_point = calculate_qparams(*extremes(weight, args), args)
     state = {"weight": weight, "weight_scale": scale.bfloat16()}
@@ -41,7 +42,7 @@ def compressor(scheme: QuantizationScheme) -> type[BaseCompressor]:
 
 
 def compressed_weight(tensors: Tensors, scheme: QuantizationScheme) -> torch.Tensor:
-    """The matrix that compressed-tensors itself decodes, in float64."""
+    """Return the matrix that compressed-tensors decodes, in float64."""
     wide = tensors | {"weight_scale": tensors["weight_scale"].double()}
     return compressor(scheme).decompress(wide, scheme)["weight"]
 
@@ -56,12 +57,13 @@ def extremes(weight: torch.Tensor, args: QuantizationArgs) -> tuple[torch.Tensor
 
 
 def decode_plain(tensors: Tensors) -> torch.Tensor:
-    """int8 or fp8 with a scale for the matrix, [1], or for each row, [out, 1]."""
+    """Decode int8 or fp8 with a scale for the matrix, [1], or for each row, [out, 1]."""
     return tensors["weight"].double() * tensors["weight_scale"].double()
 
 
 def decode_packed(tensors: Tensors) -> torch.Tensor:
-    """4 bits with an offset of 8: eight columns a word, low bits first; zeros eight rows a word."""
+    """Decode 4 bits with an offset of 8: eight columns a word, low bits first; zeros eight rows a
+    word."""
     out, size = tensors["weight_shape"].tolist()
     scale = tensors["weight_scale"].double().numpy()
     values = nibbles(tensors["weight_packed"]).reshape(out, size) - 8.0
@@ -73,19 +75,20 @@ def decode_packed(tensors: Tensors) -> torch.Tensor:
 
 
 def nibbles(words: torch.Tensor) -> np.ndarray:
-    """[..., n] int32 to [..., n, 8], low bits first."""
+    """Unpack int32 [..., n] to [..., n, 8], low bits first."""
     shifts = np.arange(0, 32, 4, dtype=np.uint32)
     return (words.contiguous().numpy().view(np.uint32)[..., None] >> shifts) & 15
 
 
 def pack(values: torch.Tensor) -> torch.Tensor:
-    """[..., n, 8] numbers below 16 to [..., n] int32, low bits first."""
+    """Pack [..., n, 8] numbers below 16 into int32 [..., n], low bits first."""
     shifts = torch.arange(0, 32, 4)
     return (values.long() << shifts).sum(-1).to(torch.uint32).view(torch.int32)
 
 
 def encode_blocks(weight: torch.Tensor) -> Tensors:
-    """fp8 with a float32 factor for each block of 128 rows and columns; those at edges are cut."""
+    """Encode as fp8 with a float32 factor for each block of 128 rows and columns; edge blocks are
+    cut."""
     out, size = weight.shape
     padded = torch.nn.functional.pad(weight, (0, -size % BLOCK, 0, -out % BLOCK))
     blocks = padded.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
@@ -110,7 +113,7 @@ def decode_blocks(tensors: Tensors) -> torch.Tensor:
 def encode_groups(
     weight: torch.Tensor, group_of: torch.Tensor, symmetric: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Values [in, out] below 16, and zeros and float16 scales [groups, out]."""
+    """Return values [in, out] below 16, and zeros and float16 scales [groups, out]."""
     members = [weight[:, group_of == group] for group in range(int(group_of.max()) + 1)]
     low = torch.stack([own.amin(1) for own in members]).clamp(max=0)
     high = torch.stack([own.amax(1) for own in members]).clamp(min=0)
@@ -125,7 +128,7 @@ def encode_groups(
 
 
 def encode_awq(weight: torch.Tensor, group_of: torch.Tensor) -> Tensors:
-    """Eight output columns a word, in AWQ's order; zeros likewise."""
+    """Encode as AWQ: values and zeros with eight output columns a word, in AWQ's order."""
     values, zeros, scale = encode_groups(weight, group_of, symmetric=False)
     qweight, qzeros = (pack(own.unflatten(1, (-1, 8))[..., AWQ_ORDER]) for own in (values, zeros))
     return {"qweight": qweight, "qzeros": qzeros, "scales": scale}
@@ -144,7 +147,8 @@ def decode_awq(tensors: Tensors) -> torch.Tensor:
 
 
 def encode_gptq(weight: torch.Tensor, group_of: torch.Tensor, symmetric: bool) -> Tensors:
-    """Eight input rows a word; zeros, less one, eight output columns a word; rows' groups."""
+    """Encode as GPTQ: eight input rows a word; zeros minus one, eight output columns a word; rows'
+    groups."""
     values, zeros, scale = encode_groups(weight, group_of, symmetric)
     return {
         "qweight": pack(values.unflatten(0, (-1, 8)).transpose(1, 2)),

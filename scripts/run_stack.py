@@ -29,7 +29,7 @@ _STOP_TIMEOUT_S = 180.0
 
 
 def services(environment: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """The services of the file by name, with the variables of `environment` in their places."""
+    """Return the file's services by name; `environment` replaces the variables."""
 
     def value(match: re.Match[str]) -> str:
         return environment.get(match[1]) or match[2]
@@ -39,7 +39,7 @@ def services(environment: Mapping[str, str]) -> dict[str, dict[str, Any]]:
 
 
 def command_of(service: Mapping[str, Any]) -> list[str]:
-    """Its program and arguments; [] if its image alone names them."""
+    """Return the service's program and arguments; [] if only its image names them."""
     words = [*service.get("entrypoint", []), *service.get("command", [])]
     return [sys.executable, *words[1:]] if words[:1] == ["python"] else words
 
@@ -51,7 +51,7 @@ def _is_healthy(service: Mapping[str, Any]) -> bool:
 
 
 def _run(chosen: Mapping[str, dict[str, Any]]) -> int:
-    """Until a process ends; returns its exit code."""
+    """Run the services until a process ends; return its exit code."""
     waiting, running = dict(chosen), dict[str, subprocess.Popen[bytes]]()
     try:
         while True:

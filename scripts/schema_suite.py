@@ -23,7 +23,8 @@ _LONGEST_REASON = 100  # characters
 
 
 def schemas_in(folder: Path) -> Iterator[tuple[str, Any]]:
-    """The schemas of each file and their descriptions; objects only."""
+    """Yield the description and schema of each group in the files; skip schemas that are not
+    objects."""
     for file in sorted(folder.glob("*.json")):
         for group in json.loads(file.read_text()):
             if isinstance(group["schema"], dict):
@@ -31,7 +32,7 @@ def schemas_in(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 def answers(http: httpx.Client, schema: Any, num_answers: int) -> list[str] | str:
-    """The texts of those answers that ended by themselves; or why the schema was refused."""
+    """Return the texts of the answers that ended by themselves, or why the schema was refused."""
     sampling = {"json_schema": json.dumps(schema), "temperature": 1.0, "max_new_tokens": 200}
     body = {"text": _PROMPT, "sampling_params": {**sampling, "n": num_answers, "seed": 1}}
     response = http.post("/generate", json=body)

@@ -20,7 +20,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
-    """Rotary embedding of x [B, T, H, D] at positions [B, T]; pairs are (d, d + D/2)."""
+    """Apply rotary embedding to x [B, T, H, D] at positions [B, T]; pairs are (d, d + D/2)."""
     half = x.shape[-1] // 2
     frequency = theta ** (-jnp.arange(half) / half)
     angle = positions[:, :, None, None] * frequency
@@ -30,7 +30,8 @@ def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Causal attention of scaled q [B, T, H, D] over k and v [B, T, KV, D]: [B, T, H * D]."""
+    """Compute causal attention of scaled q [B, T, H, D] over k and v [B, T, KV, D]: [B, T, H *
+    D]."""
     batch, length, kv_heads, dim = k.shape
     q = q.reshape(batch, length, kv_heads, -1, dim)
     scores = jnp.einsum("btkgd,bskd->bkgts", q, k)
@@ -43,10 +44,10 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 def attend_passes(
     q: jax.Array, keys: Sequence[jax.Array], values: Sequence[jax.Array]
 ) -> jax.Array:
-    """Attention of the last pass's scaled q [B, T, H, D]: [B, T, H * D].
+    """Compute attention of the last pass's scaled q [B, T, H, D]: [B, T, H * D].
 
-    A query at t sees the first pass's keys up to t - n, where n passes came before its own, and
-    the key of each later pass at the position after: [B, T, KV, D] of each pass.
+    Each pass has keys and values [B, T, KV, D]. After n earlier passes, a query at t sees the first
+    pass's keys up to t - n, and the key of each later pass at the next position.
     """
     batch, length, kv_heads, dim = keys[0].shape
     q = q.reshape(batch, length, kv_heads, -1, dim)
@@ -70,7 +71,7 @@ def attend_passes(
 
 
 def gated_mlp(params: Params, layer: str, x: jax.Array) -> jax.Array:
-    """The feed-forward layer over x [B, T, hidden]."""
+    """Apply the feed-forward layer to x [B, T, hidden]."""
     gate = jax.nn.silu(x @ params[f"{layer}.gate_proj.weight"].T)
     up = x @ params[f"{layer}.up_proj.weight"].T
     return (gate * up) @ params[f"{layer}.down_proj.weight"].T
@@ -91,7 +92,7 @@ class DenseQwen3(NamedTuple):
     max_position_embeddings: int = 8192
 
     def init_params(self, key: jax.Array) -> Params:
-        """Random fp32 weights, every matrix as [outputs, inputs]."""
+        """Return random fp32 weights, every matrix as [outputs, inputs]."""
         hidden, inner = self.hidden_size, self.intermediate_size
         q_size = self.num_attention_heads * self.head_dim
         kv_size = self.num_key_value_heads * self.head_dim
@@ -125,16 +126,16 @@ class DenseQwen3(NamedTuple):
         return params
 
     def forward(self, params: Params, tokens: jax.Array, positions: jax.Array) -> jax.Array:
-        """Logits [B, T, vocab] of tokens [B, T] at positions [B, T]."""
+        """Return logits [B, T, vocab] of tokens [B, T] at positions [B, T]."""
         return self.logits(params, self.states(params, tokens, positions)[-1])
 
     def logits(self, params: Params, state: jax.Array) -> jax.Array:
-        """Logits [B, T, vocab] of the last of `states`."""
+        """Return logits [B, T, vocab] of the last of `states`, [B, T, hidden]."""
         normal = rms_norm(state, params["model.norm.weight"], self.rms_norm_eps)
         return normal @ params["model.embed_tokens.weight"].T
 
     def states(self, params: Params, tokens: jax.Array, positions: jax.Array) -> list[jax.Array]:
-        """The hidden states [B, T, hidden] before each layer, and after the last one."""
+        """Return the hidden states [B, T, hidden] before each layer, and after the last one."""
         eps = self.rms_norm_eps
         x = params["model.embed_tokens.weight"][tokens]
         states = [x]
@@ -148,7 +149,7 @@ class DenseQwen3(NamedTuple):
         return states
 
     def describe(self) -> dict[str, Any]:
-        """The model's config.json."""
+        """Return the model's config.json."""
         return {
             "architectures": ["Qwen3ForCausalLM"],
             "model_type": "qwen3",
@@ -169,7 +170,7 @@ class DenseQwen3(NamedTuple):
     def _attention(
         self, params: Params, layer: str, x: jax.Array, positions: jax.Array
     ) -> jax.Array:
-        """Causal grouped-query attention over x [B, T, hidden]."""
+        """Apply causal grouped-query attention to x [B, T, hidden]."""
         batch, length, _ = x.shape
         dim = self.head_dim
 

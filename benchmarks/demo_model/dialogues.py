@@ -40,7 +40,7 @@ def write_dialogue(
     max_facts: int = 12,
     attributes: tuple[str, ...] = ATTRIBUTES,
 ) -> list[Message]:
-    """Mixed turns until about ``max_tokens`` tokens are reached."""
+    """Write mixed turns until they have about ``max_tokens`` tokens."""
     writer = DialogueWriter(rng, split, attributes)
     kinds, weights = list(mix), list(mix.values())
     turns: list[Turn] = []

@@ -28,11 +28,12 @@ class Eagle3Head(NamedTuple):
 
     @property
     def captured(self) -> tuple[int, int, int]:
-        """The layers of the model whose inputs it reads: the published choice needs seven."""
+        """Return the model's layers whose inputs the head reads. The published choice needs seven
+        layers."""
         return 1, 2, 3
 
     def init_draft_params(self, key: jax.Array) -> Params:
-        """Random fp32 weights, every matrix as [outputs, inputs]."""
+        """Return random fp32 weights, every matrix as [outputs, inputs]."""
         own = self.model
         hidden, inner = own.hidden_size, own.intermediate_size
         q_size, kv_size = (
@@ -61,7 +62,7 @@ class Eagle3Head(NamedTuple):
     def model_outputs(
         self, params: Params, tokens: jax.Array, positions: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """The states that `draft_logits` starts from, and the model's logits."""
+        """Return the concatenated inputs of the captured layers, and the model's logits."""
         states = self.model.states(params, tokens, positions)
         captured = jnp.concatenate([states[layer] for layer in self.captured], axis=-1)
         return captured, self.model.logits(params, states[-1])
@@ -74,9 +75,10 @@ class Eagle3Head(NamedTuple):
         positions: jax.Array,
         num_passes: int,
     ) -> list[jax.Array]:
-        """The head's logits of each pass, [B, T, columns]; those at t are of the token at t + 2.
+        """Return the head's logits of each pass, [B, T, columns]. Logits at t predict the token at
+        t + 2.
 
-        Passes read keys and values as `HybridQwen35.draft_logits` has them.
+        Passes after the first read the keys and values that `HybridQwen35.draft_logits` describes.
         """
         eps, batch, dim = self.model.rms_norm_eps, tokens.shape, self.model.head_dim
         after = jnp.roll(tokens, -1, axis=1)
@@ -106,7 +108,7 @@ class Eagle3Head(NamedTuple):
         return results
 
     def describe(self) -> dict[str, Any]:
-        """The head's config.json."""
+        """Return the head's config.json."""
         return self.model.describe() | {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",

@@ -38,7 +38,8 @@ class TaskScore(NamedTuple):
 async def ask_all(
     client: AsyncOpenAI, model: str, questions: Sequence[Question], max_concurrency: int
 ) -> list[str]:
-    """The server's replies in the questions' order, at most ``max_concurrency`` at a time."""
+    """Return replies in the questions' order; at most ``max_concurrency`` requests run at a
+    time."""
     permits = asyncio.Semaphore(max_concurrency)
 
     async def ask(question: Question) -> str:
@@ -58,7 +59,7 @@ async def ask_all(
 
 
 def score(questions: Sequence[Question], replies: Sequence[str]) -> list[TaskScore]:
-    """One score per task, in the order the tasks first appear."""
+    """Return one score per task, in the order in which tasks first appear."""
     asked = Counter(question.task for question in questions)
     right = Counter(
         question.task
@@ -69,7 +70,7 @@ def score(questions: Sequence[Question], replies: Sequence[str]) -> list[TaskSco
 
 
 def format_table(scores: Sequence[TaskScore]) -> str:
-    """The scores as lines of text, the overall score last."""
+    """Return the scores as lines of text, with the overall score last."""
     rows = [*scores, overall(scores)]
     lines = [f"{'task':<12} {'right':>6} {'asked':>6} {'accuracy':>9}"]
     lines += [
@@ -79,12 +80,12 @@ def format_table(scores: Sequence[TaskScore]) -> str:
 
 
 def overall(scores: Sequence[TaskScore]) -> TaskScore:
-    """All tasks together."""
+    """Return the sum of all tasks' scores."""
     return TaskScore("overall", sum(s.num_right for s in scores), sum(s.num_asked for s in scores))
 
 
 def passes(scores: Sequence[TaskScore], min_overall: float, min_task: float) -> bool:
-    """True if the overall accuracy and each task's reach their thresholds (0 to 1)."""
+    """Return whether the overall accuracy and each task's reach their thresholds (0 to 1)."""
     return overall(scores).accuracy >= min_overall and all(s.accuracy >= min_task for s in scores)
 
 
@@ -107,7 +108,6 @@ async def evaluate(args: argparse.Namespace) -> bool:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(description="Score a server on the demonstration tasks.")
     parser.add_argument("--base-url", default="http://127.0.0.1:30000", help="without /v1")
     parser.add_argument("--model", default=None, help="default: the first that the server lists")
@@ -128,7 +128,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Exit with 0 when the thresholds are reached, else with 1."""
+    """Exit with 0 if the thresholds are reached, else with 1."""
     sys.exit(0 if asyncio.run(evaluate(parse_args())) else 1)
 
 

@@ -43,21 +43,21 @@ class HybridQwen35(NamedTuple):
 
     @property
     def token_ids(self) -> range:
-        """The tokens of the columns of its logits, and of its draft layer's."""
+        """Return the token of each column of the model's and the draft layer's logits."""
         return range(self.vocab_size)
 
     @property
     def layer_types(self) -> list[str]:
-        """The type of each layer: attention is the second of each two."""
+        """Return the type of each layer: every second layer is full attention."""
         return ["linear_attention", "full_attention"] * (self.num_hidden_layers // 2)
 
     @property
     def rope_parameters(self) -> dict[str, Any]:
-        """RoPE of full attention: a quarter of a head is rotated."""
+        """Return RoPE's parameters for full attention: a quarter of a head is rotated."""
         return {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
 
     def init_params(self, key: jax.Array) -> Params:
-        """Random fp32 weights, every matrix as [outputs, inputs]."""
+        """Return random fp32 weights, every matrix as [outputs, inputs]."""
         hidden = self.hidden_size
         keys = self.linear_num_key_heads * self.linear_key_head_dim
         values = self.linear_num_value_heads * self.linear_value_head_dim
@@ -90,7 +90,10 @@ class HybridQwen35(NamedTuple):
         return _random_params(shapes, key)
 
     def init_draft_params(self, key: jax.Array) -> Params:
-        """The same of the draft layer, which is one of full attention behind a product."""
+        """Return random fp32 weights of the draft layer, every matrix as [outputs, inputs].
+
+        The layer is full attention after a product that joins token vectors and hidden states.
+        """
         hidden, layer = self.hidden_size, "mtp.layers.0"
         vectors = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
         shapes: dict[str, tuple[int, ...]] = {"mtp.fc.weight": (hidden, 2 * hidden)}
@@ -121,15 +124,15 @@ class HybridQwen35(NamedTuple):
         }
 
     def forward(self, params: Params, tokens: jax.Array, positions: jax.Array) -> jax.Array:
-        """Logits [B, T, vocab] of tokens [B, T] at positions [B, T]."""
+        """Return logits [B, T, vocab] of tokens [B, T] at positions [B, T]."""
         return self.logits(params, self.hidden_states(params, tokens, positions))
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
-        """Logits [B, T, vocab] of hidden states [B, T, hidden]."""
+        """Return logits [B, T, vocab] of hidden states [B, T, hidden]."""
         return hidden @ params["model.embed_tokens.weight"].T
 
     def hidden_states(self, params: Params, tokens: jax.Array, positions: jax.Array) -> jax.Array:
-        """[B, T, hidden], normalised, of tokens [B, T] at positions [B, T]."""
+        """Return normalised hidden states [B, T, hidden] of tokens [B, T] at positions [B, T]."""
         x = params["model.embed_tokens.weight"][tokens]
         for i, kind in enumerate(self.layer_types):
             layer = f"model.layers.{i}"
@@ -148,7 +151,7 @@ class HybridQwen35(NamedTuple):
     def model_outputs(
         self, params: Params, tokens: jax.Array, positions: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """The states that `draft_logits` starts from, and the model's logits."""
+        """Return the hidden states that `draft_logits` starts from, and the model's logits."""
         hidden = self.hidden_states(params, tokens, positions)
         return hidden, self.logits(params, hidden)
 
@@ -160,15 +163,17 @@ class HybridQwen35(NamedTuple):
         positions: jax.Array,
         num_passes: int,
     ) -> list[jax.Array]:
-        """The draft layer's logits of each pass, [B, T, vocab]; those at t are of the token at
-        t + 2.
+        """Return the draft layer's logits of each pass, [B, T, vocab]. Logits at t predict the
+        token at t + 2.
 
-        The first pass reads the model's `hidden` at t. Each further one reads the result of the
-        pass before, at t - 1, and the keys and values as a server has them then: of earlier passes
-        at the positions that these guessed, of the first pass before.
+        The first pass reads the model's `hidden` at t. Each later pass reads the result of the
+        previous
+        pass at t - 1, and the keys and values that a server has then: those of earlier passes at
+        the
+        positions that these passes guessed, and those of the first pass before them.
 
         Args:
-            hidden: [B, T, hidden] of the model.
+            hidden: the model's hidden states, [B, T, hidden].
             tokens, positions: [B, T].
         """
         name, layer = "mtp.layers.0.self_attn", "mtp.layers.0"
@@ -194,7 +199,7 @@ class HybridQwen35(NamedTuple):
         return results
 
     def describe(self) -> dict[str, Any]:
-        """The model's config.json."""
+        """Return the model's config.json."""
         return {
             "architectures": ["Qwen3_5ForCausalLM"],
             "model_type": "qwen3_5_text",
@@ -216,7 +221,7 @@ class HybridQwen35(NamedTuple):
     def _heads(
         self, params: Params, layer: str, x: jax.Array, positions: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Scaled queries, keys and values [B, T, H, D] of x [B, T, hidden]; and the gate of
+        """Return scaled queries, keys and values [B, T, H, D] of x [B, T, hidden], and the gate of
         attention's result, [B, T, H * D]."""
         batch, length, _ = x.shape
         dim, rope = self.head_dim, self.rope_parameters
@@ -236,7 +241,7 @@ class HybridQwen35(NamedTuple):
         return q, k, heads("v", dim), jax.nn.sigmoid(gate.reshape(batch, length, -1))
 
     def _delta_net(self, params: Params, layer: str, x: jax.Array) -> jax.Array:
-        """A gated delta net over x [B, T, hidden]."""
+        """Apply a gated delta net to x [B, T, hidden]."""
         batch, length, _ = x.shape
         keys = self.linear_num_key_heads * self.linear_key_head_dim
         group = self.linear_num_value_heads // self.linear_num_key_heads
@@ -288,7 +293,8 @@ def _initial(name: str, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
 
 
 def causal_conv(u: jax.Array, weight: jax.Array) -> jax.Array:
-    """Each channel of u [B, T, C] by itself, over the last K tokens, with weight [C, K]."""
+    """Convolve each channel of u [B, T, C] separately over its last K tokens, with weight [C,
+    K]."""
     width = weight.shape[1]
     padded = jnp.pad(u, ((0, 0), (width - 1, 0), (0, 0)))
     taps = (padded[:, i : i + u.shape[1]] * weight[:, i] for i in range(width))
@@ -298,7 +304,7 @@ def causal_conv(u: jax.Array, weight: jax.Array) -> jax.Array:
 def delta_rule(
     q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, beta: jax.Array
 ) -> jax.Array:
-    """The gated delta rule from a state of zeros, in chunks of `CHUNK` tokens.
+    """Apply the gated delta rule from a state of zeros, in chunks of `CHUNK` tokens.
 
     Args:
         q, k: [B, T, H, key_dim], k of length one.

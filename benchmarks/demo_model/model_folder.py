@@ -48,9 +48,10 @@ CHAT_TEMPLATE = """\
 def plain_messages(
     messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
 ) -> list[Message]:
-    """The messages with tools listed in the system message and calls as text, as role and content.
+    """Return messages with only role and content: tools listed in the system message, calls as
+    text.
 
-    `CHAT_TEMPLATE` renders the same messages.
+    `CHAT_TEMPLATE` renders the same text from messages with tools.
     """
     plain = [{"role": each["role"], "content": message_text(each)} for each in messages]
     if not tools:

@@ -38,7 +38,7 @@ class Answers(NamedTuple):
 def ask(
     model_path: str, num_questions: int, seed: int, tasks: Sequence[str] = TASKS, **formats: Any
 ) -> Answers:
-    """Ask an engine with such formats: `quantization`, `kv_cache_dtype`, `kv_cache_scales`."""
+    """Ask an engine with given formats: `quantization`, `kv_cache_dtype`, `kv_cache_scales`."""
     questions = held_out_questions(num_questions, seed=seed, tasks=tuple(tasks))
     with Engine(
         model_path,
@@ -82,9 +82,12 @@ def ask(
 
 
 def report(name: str, found: Answers, exact: Answers) -> str:
-    """A line of the table: right answers, the perplexity of right answers' and questions' tokens,
-    mean and 99th percentile of the change of the latter's log-probability from `exact`, and how
-    many output tokens differ."""
+    """Return a line of the table.
+
+    It has the share of right answers, the perplexity of the answers' and of the questions' tokens,
+    mean and 99th percentile of the change of the questions' log-probabilities from `exact`, and the
+    number of output tokens that differ.
+    """
     change = np.abs(found.question_logprobs - exact.question_logprobs)
     pairs = [
         pair
@@ -103,7 +106,7 @@ def report(name: str, found: Answers, exact: Answers) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Ask, compare, print; returns the exit code."""
+    """Ask with each format, compare and print; return the exit code."""
     parser = argparse.ArgumentParser(description="The effect of narrower weights and KV caches.")
     parser.add_argument("--model-path", default="models/demo")
     parser.add_argument("--kv-cache-scales", help="also try fp8_e4m3 with these scales")

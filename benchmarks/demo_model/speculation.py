@@ -42,7 +42,7 @@ class Run(NamedTuple):
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens of a decode step; the first token of each output comes from its prefill."""
+        """Return tokens per decode step; the first token of each output comes from its prefill."""
         return sum(len(output) - 1 for output in self.outputs) / self.num_decode_steps
 
 
@@ -59,11 +59,11 @@ class Comparison(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Tokens per decode step, with drafts over without."""
+        """Return tokens per decode step, with drafts over without."""
         return self.drafting.tokens_per_step / self.plain.tokens_per_step
 
     def line(self) -> str:
-        """The line of the table."""
+        """Return the line of the table."""
         drafting = self.drafting
         accepted = drafting.num_accepted / max(drafting.num_drafted, 1)
         return (
@@ -111,7 +111,7 @@ def compare(
 
 
 def together(comparisons: Sequence[Comparison]) -> Comparison:
-    """All tasks as one."""
+    """Return all tasks as one comparison, "overall"."""
     plain = _sum([comparison.plain for comparison in comparisons])
     return Comparison("overall", plain, _sum([comparison.drafting for comparison in comparisons]))
 
@@ -123,7 +123,7 @@ def _sum(runs: Sequence[Run]) -> Run:
 def _run_all(
     num_questions: int, seed: int, sampling: SamplingParams, settings: dict[str, Any]
 ) -> dict[str, Run]:
-    """By task."""
+    """Return a run of each task, by task."""
     with Engine(
         max_running_requests=1,
         disable_overlap_schedule=True,
@@ -160,7 +160,6 @@ def _run(engine: Engine, prompts: list[list[int]], sampling: SamplingParams) -> 
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(description="Tokens per decode step with drafts.")
     parser.add_argument("--num-questions", type=int, default=25, help="of each task")
     parser.add_argument("--seed", type=int, default=0, help="of the questions")

@@ -152,13 +152,14 @@ class Question(NamedTuple):
 
 
 def split_of(key: str) -> Split:
-    """The split an item belongs to: one tenth valid, one tenth test, by hash."""
+    """Return the split of an item by its hash: one tenth is valid, one tenth test, the rest
+    train."""
     bucket = hashlib.blake2b(key.encode(), digest_size=1).digest()[0] % 10
     return "test" if bucket == 0 else "valid" if bucket == 1 else "train"
 
 
 def estimate_tokens(text: str) -> int:
-    """Roughly the number of tokens of one message, its role markers included."""
+    """Estimate the number of tokens of one message, including its role markers."""
     return 6 + len(re.findall(r"[A-Za-z]+|\d|[^\w\s]|\s(?=\d)", text))
 
 
@@ -174,14 +175,14 @@ class DialogueWriter:
         self.facts: dict[tuple[str, str], str] = {}
 
     def write(self, kind: str) -> Turn:
-        """One turn of the given kind: the name of a method below."""
+        """Write one turn of the given kind: the name of a method below."""
         if kind == "recall" and not self.facts:
             kind = "tell"
         turn: Turn = getattr(self, kind)()
         return turn
 
     def tell(self, num_facts: int = 0) -> Turn:
-        """One to three new facts (or ``num_facts``), sometimes followed by a question."""
+        """State one to three new facts (or ``num_facts``), sometimes followed by a question."""
         count = num_facts or self.rng.choice((1, 1, 1, 2, 3))
         text = " ".join(self._new_fact() for _ in range(count))
         if not num_facts and self.rng.random() < 0.12:
@@ -192,14 +193,14 @@ class DialogueWriter:
         return Turn("tell", self._vary(text), NOTED_ANSWER)
 
     def recall(self, keys: list[tuple[str, str]] | None = None) -> Turn:
-        """A question about a fact stated earlier (one of ``keys`` if given)."""
+        """Ask about a fact stated earlier (one of ``keys`` if given)."""
         name, attribute = self.rng.choice(keys or list(self.facts))
         value = self.facts[name, attribute]
         question, answer = self.rng.choice(_ASK[attribute])
         return Turn("recall", self._vary(question.format(n=name)), answer.format(v=value))
 
     def unknown(self) -> Turn:
-        """A question about a fact never stated: an unknown person, or another attribute."""
+        """Ask about a fact never stated: an unknown person, or another attribute."""
         known = [name for name, attribute in self.facts if attribute != "name"]
         while True:
             attribute = self.rng.choice(self.attributes)
@@ -211,7 +212,7 @@ class DialogueWriter:
                 return Turn("unknown", self._vary(question.format(n=name)), UNKNOWN_ANSWER)
 
     def sum(self) -> Turn:
-        """An addition of two numbers from 0 to 99; a+b and b+a share a split."""
+        """Ask for the sum of two numbers from 0 to 99; a+b and b+a share a split."""
         while True:
             a, b = self.rng.randrange(100), self.rng.randrange(100)
             if split_of(f"sum {min(a, b)} {max(a, b)}") == self.split:
@@ -219,24 +220,24 @@ class DialogueWriter:
                 return Turn("sum", self._vary(user), f"{a} + {b} = {a + b}.")
 
     def sort(self) -> Turn:
-        """A list of digits to sort in ascending order."""
+        """Ask to sort a list of digits in ascending order."""
         digits = self._digits("sort")
         user = self.rng.choice(_SORT).format(x=self._join(digits))
         return Turn("sort", self._vary(user), " ".join(sorted(digits)) + ".")
 
     def reverse(self) -> Turn:
-        """A list of digits to write backwards."""
+        """Ask to write a list of digits backwards."""
         digits = self._digits("reverse")
         user = self.rng.choice(_REVERSE).format(x=self._join(digits))
         return Turn("reverse", self._vary(user), " ".join(reversed(digits)) + ".")
 
     def chat(self) -> Turn:
-        """Small talk with a fixed answer."""
+        """Make small talk with a fixed answer."""
         user, assistant = self.rng.choice(_CHAT)
         return Turn("chat", self._vary(user), assistant)
 
     def filler(self, num_sentences: int = 0) -> Turn:
-        """Sentences that mean nothing, to put distance between a fact and its question."""
+        """Write meaningless sentences, to put distance between a fact and its question."""
         count = num_sentences or self.rng.choice((1, 1, 2, 3))
         pick = self.rng.choice
         text = " ".join(
@@ -247,13 +248,13 @@ class DialogueWriter:
         return Turn("filler", self._vary(text), FILLER_ANSWER)
 
     def weather(self) -> Turn:
-        """A question that needs the tool."""
+        """Ask a question that needs the tool."""
         city = self.rng.choice(CITIES) if self.rng.random() < 0.5 else self._invented_name()
         lookup = Lookup.draw(self.rng, city)
         return Turn("weather", self._vary(lookup.question(self.rng)), lookup.report, lookup)
 
     def weather_untold(self) -> Turn:
-        """The same question where no tool is offered."""
+        """Ask the question of `weather` where no tool is offered."""
         return Turn("unknown", self.weather().user, UNKNOWN_ANSWER)
 
     def _new_fact(self) -> str:
@@ -266,7 +267,7 @@ class DialogueWriter:
                 return self.rng.choice(_TELL[attribute]).format(n=name, v=value)
 
     def _draw_fact(self) -> tuple[str, str, str]:
-        """(name, attribute, value); the user's own name is the attribute "name" of ""."""
+        """Draw (name, attribute, value); the user's name is the attribute "name" of ""."""
         if self.rng.random() < 0.05:
             return "", "name", self._name()
         known = [name for name, attribute in self.facts if attribute != "name"]
@@ -277,13 +278,13 @@ class DialogueWriter:
         return name, attribute, self.rng.choice(COLORS if attribute == "color" else CITIES)
 
     def _name(self) -> str:
-        """A common first name, or an invented one of this split."""
+        """Draw a common first name, or an invented one of this split."""
         if self.rng.random() < 0.6:
             return self.rng.choice(NAMES)
         return self._invented_name()
 
     def _invented_name(self) -> str:
-        """A name of this split that means nothing."""
+        """Invent a name of this split."""
         while True:
             syllables = self.rng.choice((2, 2, 3))
             name = "".join(
@@ -293,7 +294,7 @@ class DialogueWriter:
                 return name
 
     def _digits(self, task: str) -> list[str]:
-        """Three to five digits whose list belongs to this split."""
+        """Draw three to five digits whose list belongs to this split."""
         while True:
             digits = [self.rng.choice("0123456789") for _ in range(self.rng.choice((3, 4, 5)))]
             if split_of(f"{task} {''.join(digits)}") == self.split:
@@ -303,7 +304,8 @@ class DialogueWriter:
         return (", " if self.rng.random() < 0.2 else " ").join(digits)
 
     def _vary(self, text: str, end: bool = True) -> str:
-        """Sometimes a lower-case first letter or no final mark, as people type."""
+        """Return the text, sometimes with a lower-case first letter or no final mark, as people
+        type."""
         first_word = re.split(r"\W", text, maxsplit=1)[0]
         is_name = any(first_word == name for name, _ in self.facts)
         if not is_name and self.rng.random() < 0.15:
@@ -314,7 +316,7 @@ class DialogueWriter:
 
 
 def messages_of(rng: random.Random, turns: list[Turn]) -> list[Message]:
-    """The turns as chat messages; one conversation in five opens with a system message."""
+    """Return the turns as chat messages; one conversation in five opens with a system message."""
     messages = []
     if rng.random() < 0.2:
         messages.append({"role": "system", "content": rng.choice(_SYSTEM)})
@@ -327,7 +329,7 @@ def messages_of(rng: random.Random, turns: list[Turn]) -> list[Message]:
 
 
 def make_question(task: str, rng: random.Random, split: Split = "test") -> Question:
-    """One question of ``task``, with a conversation before it.
+    """Make a question of ``task``, preceded by a conversation.
 
     ``recall_long`` needs a fact from about 1,000 tokens back; every other task follows zero to six
     short turns.
@@ -349,7 +351,7 @@ def make_question(task: str, rng: random.Random, split: Split = "test") -> Quest
 
 
 def _tool_question(task: str, writer: DialogueWriter) -> Question:
-    """A call to make, or a result to report, after zero to three short turns."""
+    """Ask for a call, or for the report of a result, after zero to three short turns."""
     kinds = ("weather", "sum", "sort", "chat", "tell")
     turns = [writer.write(writer.rng.choice(kinds)) for _ in range(writer.rng.randrange(4))]
     last = writer.weather()
@@ -363,7 +365,7 @@ def _tool_question(task: str, writer: DialogueWriter) -> Question:
 
 
 def _long_recall(writer: DialogueWriter) -> tuple[list[Turn], Turn]:
-    """Facts first, then about 1,000 tokens of other talk, then a question about the first."""
+    """State facts, add about 1,000 tokens of other talk, then ask about the first facts."""
     rng = writer.rng
     turns = [writer.tell(rng.choice((1, 2, 3)))]
     keys = list(writer.facts)
@@ -382,11 +384,11 @@ def _long_recall(writer: DialogueWriter) -> tuple[list[Turn], Turn]:
 def held_out_questions(
     num_questions: int, seed: int = 0, split: Split = "test", tasks: tuple[str, ...] = TASKS
 ) -> list[Question]:
-    """``num_questions`` questions that training never saw, the tasks in turn."""
+    """Return ``num_questions`` questions outside the training split, the tasks in turn."""
     rng = random.Random(f"{split} questions {seed}")
     return [make_question(tasks[i % len(tasks)], rng, split) for i in range(num_questions)]
 
 
 def is_right(question: Question, reply: str) -> bool:
-    """True if the reply is the answer; a missing full stop and white space are forgiven."""
+    """Return whether the reply is the answer; a missing full stop and white space are ignored."""
     return reply.strip().rstrip(".") == question.answer.rstrip(".")

@@ -42,22 +42,22 @@ class Lookup(NamedTuple):
 
     @classmethod
     def draw(cls, rng: random.Random, city: str) -> "Lookup":
-        """Any weather in `city`."""
+        """Draw the weather in `city`."""
         return cls(city, rng.choice(WEATHERS), rng.randrange(-9, 40))
 
     def question(self, rng: random.Random) -> str:
-        """The user's message."""
+        """Return the user's message."""
         return rng.choice(_ASK).format(c=self.city)
 
     @property
     def call(self) -> dict[str, Any]:
-        """The model's message: a call, whose arguments are JSON text as OpenAI's API has it."""
+        """Return the model's message: a call with arguments as JSON text, as in OpenAI's API."""
         function = {"name": "get_weather", "arguments": json.dumps({"city": self.city})}
         call = {"id": "call_0", "type": "function", "function": function}
         return {"role": "assistant", "content": None, "tool_calls": [call]}
 
     def result(self, rng: random.Random) -> dict[str, Any]:
-        """The tool's message: an object, its keys in either order, or plain words."""
+        """Return the tool's message: an object with keys in either order, or plain words."""
         facts: dict[str, str | int] = {"weather": self.weather, "degrees": self.degrees}
         texts = (
             json.dumps(facts),
@@ -69,17 +69,17 @@ class Lookup(NamedTuple):
 
     @property
     def report(self) -> str:
-        """The model's report of the result."""
+        """Return the model's report of the result."""
         return f"It is {self.weather} and {self.degrees} degrees in {self.city}."
 
 
 def call_text(name: str, arguments: str) -> str:
-    """A call as the model writes it; `arguments` is JSON text."""
+    """Return a call as the model writes it; `arguments` is JSON text."""
     return f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": {arguments}}}\n</tool_call>'
 
 
 def message_text(message: Mapping[str, Any]) -> str:
-    """The text of a message, its calls included."""
+    """Return the text of a message, including its calls."""
     functions = [call["function"] for call in message.get("tool_calls") or ()]
     calls = [call_text(function["name"], function["arguments"]) for function in functions]
     return "\n".join([text for text in (message.get("content"),) if text] + calls)

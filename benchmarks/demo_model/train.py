@@ -82,7 +82,7 @@ class Batch(NamedTuple):
 
 
 def train_tokenizer(config: Config) -> Tokenizer:
-    """Byte-level BPE over training dialogues: any text encodes, every digit is one token."""
+    """Train byte-level BPE on training dialogues: any text encodes, every digit is one token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -108,7 +108,7 @@ def train_tokenizer(config: Config) -> Tokenizer:
 def encode_messages(
     tokenizer: Tokenizer, messages: list[Message], length: int
 ) -> tuple[list[int], list[float], list[int]]:
-    """Token ids, target weights and the starts of the turns, cut to ``length`` tokens."""
+    """Return token ids, target weights and the starts of the turns, cut to ``length`` tokens."""
     pieces: list[str] = []
     weight_of_piece: list[float] = []
     for message in messages:
@@ -149,7 +149,7 @@ def make_batch(
 def training_batch(
     tokenizer: Tokenizer, seed: int, step: int, progress: float, mix: dict[str, float]
 ) -> Batch:
-    """The batch of one step: a function of its arguments, so that a run can be resumed."""
+    """Return the batch of one step: a function of its arguments, so that a run can be resumed."""
     rng = random.Random(f"{seed} {step}")
     chances = next(chances for end, chances in CURRICULUM if progress < end)
     length = rng.choices(list(BATCH_OF_LENGTH), chances)[0]
@@ -174,13 +174,13 @@ def training_batch(
 
 
 def with_answer(question: Question) -> list[Message]:
-    """The whole conversation, its right answer included."""
+    """Return the whole conversation, including its right answer."""
     answer = {"role": "assistant", "content": question.answer}
     return plain_messages([*question.messages, answer], question.tools)
 
 
 def loss_of(params: Params, batch: Batch, config: Config) -> jax.Array:
-    """Mean weighted cross entropy of the next token."""
+    """Compute the mean weighted cross entropy of the next token."""
     tokens, positions = jnp.asarray(batch.tokens), jnp.asarray(batch.positions)
     logits = config.forward(params, tokens, positions)
     nll = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:])
@@ -190,7 +190,7 @@ def loss_of(params: Params, batch: Batch, config: Config) -> jax.Array:
 
 @partial(jax.jit, static_argnames="config")
 def predict(params: Params, tokens: jax.Array, positions: jax.Array, config: Config) -> jax.Array:
-    """The most likely next token after each position, [B, T]."""
+    """Return the most likely next token after each position, [B, T]."""
     return jnp.argmax(config.forward(params, tokens, positions), axis=-1)
 
 
@@ -225,7 +225,7 @@ def accuracy_by_task(
 
 
 def steer_mix(scores: dict[str, float]) -> dict[str, float]:
-    """The mix of turns for the next steps: kinds with low scores get more weight."""
+    """Return the mix of turns for the next steps: kinds with low scores get more weight."""
     return {
         kind: weight * (0.5 + min(1.5, 4 * (1 - scores[kind]))) if kind in scores else weight
         for kind, weight in DEFAULT_MIX.items()
@@ -235,7 +235,8 @@ def steer_mix(scores: dict[str, float]) -> dict[str, float]:
 def make_optimizer(
     params: Params, num_steps: int, scale: float = 1.0
 ) -> optax.GradientTransformation:
-    """Muon for the matrices, AdamW for the rest: warm-up, a constant rate, a linear decay.
+    """Return Muon for the matrices and AdamW for the rest: warm-up, a constant rate, a linear
+    decay.
 
     `scale` multiplies all rates.
 
@@ -278,7 +279,7 @@ class Run(NamedTuple):
 
 
 def train(args: argparse.Namespace) -> None:
-    """Train to ``args.steps``, exporting the best weights so far after each evaluation."""
+    """Train to ``args.steps``; after each evaluation, export the best weights so far."""
     config = MODELS[args.model][0]
     if args.continue_from is None:
         tokenizer = train_tokenizer(config)
@@ -333,7 +334,7 @@ def record_test_scores(folder: Path, tokenizer: Tokenizer, config: Config, per_t
 
 
 def read_params(folder: Path) -> Params:
-    """The weights of an exported model, in fp32."""
+    """Read the weights of an exported model, in fp32."""
     stored = load_file(folder / "model.safetensors")
     return {name: jnp.asarray(leaf, jnp.float32) for name, leaf in stored.items()}
 

@@ -46,8 +46,8 @@ Drafting = HybridQwen35 | Eagle3Head
 def draft_loss(
     draft_params: Params, params: Params, batch: Batch, drafting: Drafting
 ) -> tuple[jax.Array, jax.Array]:
-    """Mean cross entropy of all passes against the model's distributions, and each pass's share of
-    most likely tokens that are the model's, [passes]."""
+    """Return the mean cross entropy of all passes against the model's distributions, and the share
+    of each pass's most likely tokens that equal the model's, [passes]."""
     tokens, positions = jnp.asarray(batch.tokens), jnp.asarray(batch.positions)
     start, model_logits = jax.lax.stop_gradient(drafting.model_outputs(params, tokens, positions))
     columns = jnp.asarray(drafting.token_ids)
@@ -68,7 +68,7 @@ def draft_loss(
 
 
 def train(drafting: Drafting, folder: Path, steps: int, seed: int) -> tuple[Params, dict[str, Any]]:
-    """Train the layer for the model in `folder`; its weights, and a record of the run."""
+    """Train the layer for the model in `folder`; return its weights and a record of the run."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     params = read_params(folder)
     draft_params = drafting.init_draft_params(jax.random.key(seed))
@@ -97,7 +97,7 @@ def train(drafting: Drafting, folder: Path, steps: int, seed: int) -> tuple[Para
 
 
 def frequent_tokens(folder: Path, seed: int) -> tuple[int, ...]:
-    """The tokens that the dialogues' answers have most often, ascending."""
+    """Return the most frequent tokens of the dialogues' answers, ascending."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     counts = np.zeros(tokenizer.get_vocab_size())
     for step in range(_COUNTED_BATCHES):

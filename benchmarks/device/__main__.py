@@ -44,7 +44,7 @@ class SteadyLoad:
         self.step_ends: list[float] = []  # of steps in which every request gained a token
 
     def poll(self, timeout_s: float) -> list[FrontMessage]:
-        """The whole batch at first, the shutdown at last."""
+        """Return the whole batch on the first call, and a shutdown once all requests have ended."""
         messages, self._inbox = self._inbox, []
         if self._num_unfinished == 0:
             messages.append(Shutdown())
@@ -59,13 +59,14 @@ class SteadyLoad:
         self._num_unfinished -= sum(output.finish is not None for output in message.outputs)
 
     def tokens_per_second(self) -> float:
-        """Over the steps that decoded the whole batch, the first few left out."""
+        """Return tokens per second of the steps that decoded the whole batch, without the first
+        eight."""
         ends = self.step_ends[8:]
         return self._batch_size * (len(ends) - 1) / (ends[-1] - ends[0])
 
 
 def decode_plan(sizes: EngineSizes, batch_size: int, context_len: int) -> StepPlan:
-    """A decode step of `batch_size` rows, each with pages of its own, on the first rank alone."""
+    """Return a decode step of `batch_size` rows with distinct pages, all on rank 0."""
     pages_per_row = -(-(context_len + 1) // sizes.page_size)
     rows = np.arange(1, batch_size + 1, dtype=np.int32)
     # No two groups have a page in common, as groups may share a pool.
@@ -87,7 +88,7 @@ def decode_plan(sizes: EngineSizes, batch_size: int, context_len: int) -> StepPl
 
 
 def measure(args: ServerArgs, batch_size: int, output_len: int) -> tuple[float, float]:
-    """Tokens per second of the bare step and of the engine loop."""
+    """Return tokens per second of the bare step and of the engine loop."""
     core = EngineCore(args)
     sizes = core.executor.sizes
     plan = decode_plan(sizes, batch_size, _PROMPT_LEN + output_len // 2)

@@ -53,7 +53,7 @@ class Speeds(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """B over A: the median over rounds, by the time of both blocks of a round."""
+        """Return B over A: the median over rounds, by the time of both blocks of a round."""
         a_times, b_times = (1 / np.array(each).reshape(-1, 2) for each in self)
         return float(np.median(a_times.sum(axis=1) / b_times.sum(axis=1)))
 
@@ -73,7 +73,10 @@ def measure(ways: tuple[Serve, Serve], rounds: int) -> Speeds:
 def serve_block(
     engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
 ) -> float:
-    """Output tokens per second of a block."""
+    """Return the output tokens per second of a block.
+
+    Raises RuntimeError if an answer is shorter than its `max_new_tokens`.
+    """
     start = time.perf_counter()
     answers = engine.generate(input_ids=prompts, sampling_params=sampling, progress=False)
     seconds = time.perf_counter() - start
@@ -86,7 +89,7 @@ def serve_block(
 
 @contextmanager
 def with_schema(options: argparse.Namespace) -> Iterator[tuple[Serve, Serve]]:
-    """Without and with a schema, on one engine."""
+    """Yield functions that serve without and with a schema, on one engine."""
     with Engine(
         str(options.model_path),
         load_format=options.load_format,
@@ -114,7 +117,8 @@ def with_schema(options: argparse.Namespace) -> Iterator[tuple[Serve, Serve]]:
 
 @contextmanager
 def with_windows(options: argparse.Namespace) -> Iterator[tuple[Serve, Serve]]:
-    """Without and with windows, on an engine each; prompts are random and in no cache."""
+    """Yield functions that serve without and with windows, on two engines; prompts are random and
+    never cached."""
     # The second engine compiles its programs while the first is ready, which is no defect here.
     logging.getLogger("sgl_jax.executor.compile_watch").setLevel(logging.CRITICAL)
     context_len = 2 * (options.prompt_len + options.output_len)
@@ -151,12 +155,13 @@ def with_windows(options: argparse.Namespace) -> Iterator[tuple[Serve, Serve]]:
 
 
 def write_models(model_path: Path, window: int, folder: Path) -> tuple[Path, Path]:
-    """The model's config without windows, and with one on every second layer from the first on.
+    """Write the model's config without windows, and with one on every second layer from the first
+    on.
 
     Args:
         model_path: a model whose config has `layer_types`.
-        window: tokens, the query's own among them.
-        folder: an existing one, which gets a folder for each model.
+        window: window size in tokens, including the query's.
+        folder: existing folder, in which a folder for each model is created.
     """
     config = json.loads((model_path / "config.json").read_text())
     full = ["full_attention"] * config["num_hidden_layers"]

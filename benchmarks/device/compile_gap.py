@@ -50,7 +50,7 @@ class Streams:
         self._loop.start()
 
     def submit(self, rid: str, **sampling: Any) -> None:
-        """A greedy request."""
+        """Send a greedy request with prompt [5, 6, 7] to the engine."""
         params = SamplingParams(temperature=0.0, **sampling)
         self._channel.inbox.put(GenerateRequest(rid=rid, input_ids=[5, 6, 7], sampling=params))
 
@@ -62,7 +62,8 @@ class Streams:
         return start_s, time.perf_counter()
 
     def gaps_ms(self, start_s: float, end_s: float) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Between the tokens that streams got in that time, shortest first."""
+        """Return the milliseconds between tokens of the unstructured streams in that time,
+        ascending."""
         streams = [np.array(times) for rid, times in self._times_s.items() if rid != _STRUCTURED]
         within = [times[(times >= start_s) & (times < end_s)] for times in streams]
         return np.sort(1e3 * np.concatenate([np.diff(times) for times in within]))
@@ -84,7 +85,7 @@ class Streams:
 
 
 def slow_halves(compile_s: float) -> Any:
-    """`Programs.halves`, which takes that much longer where it compiles."""
+    """Return a `Programs.halves` that sleeps `compile_s` more before it compiles."""
     halves = Programs.halves
 
     def slow(programs: Programs, bucket: Bucket) -> Any:

@@ -25,7 +25,7 @@ MIB = 2**20
 
 
 def write_checkpoint(folder: Path) -> None:
-    """A Qwen3 of random weights."""
+    """Write a Qwen3 of random weights to `folder`."""
     import ml_dtypes
     from safetensors.numpy import save_file
 
@@ -114,7 +114,7 @@ def load(folder: Path, quantization: str, chips: int) -> None:
 
 
 def _anonymous_bytes() -> int:
-    """Memory of this process that is no file's."""
+    """Return the bytes of this process's memory that no file backs."""
     status = Path("/proc/self/status").read_text()
     line = next(line for line in status.splitlines() if line.startswith("RssAnon"))
     return int(line.split()[1]) * 1024

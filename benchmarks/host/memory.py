@@ -28,13 +28,13 @@ class LoadedTree:
             self.insert(self.prompt())
 
     def prompt(self) -> np.ndarray:
-        """A prompt that shares its first half with others."""
+        """Return a prompt that begins with one of the shared prefixes."""
         prefix = self.prefixes[self.rng.integers(len(self.prefixes))]
         tail = self.rng.integers(0, VOCAB_SIZE, self.prompt_len - len(prefix), np.int32)
         return np.concatenate([prefix, tail])
 
     def insert(self, tokens: np.ndarray) -> None:
-        """The tree's work for one request: match, take pages for the rest, insert, unlock."""
+        """Match a request's prompt, allocate pages for the rest, insert it and unlock its nodes."""
         match = self.cache.match_prefix(tokens[:-1])
         own = self.allocator.alloc(len(tokens) // self.page_size - match.pages.shape[1], _ROW)
         offer = LeaseOffer(_ROW, match.length, np.concatenate([match.pages[0], own])[None])
@@ -45,7 +45,7 @@ class LoadedTree:
 
 
 def bench_tree(page_size: int, repeats: int) -> Iterator[Timing]:
-    """Peek, and match plus insert, of 2,000-token prompts in a tree of thousands."""
+    """Time peek, and match plus insert, of 2,000-token prompts in a tree of 4,000 entries."""
     tree = LoadedTree(page_size, num_entries=4000)
     prompts = iter([tree.prompt() for _ in range(2 * repeats + 2)])
     where = f"2,000 tokens, tree of 4,000 entries, page {page_size}"
@@ -54,7 +54,7 @@ def bench_tree(page_size: int, repeats: int) -> Iterator[Timing]:
 
 
 def bench_eviction(edge_pages: int, repeats: int) -> Iterator[Timing]:
-    """Evicting 1,000 of 100,000 pages that lie in edges of `edge_pages`."""
+    """Time the eviction of 1,000 of 100,000 pages in tree edges of `edge_pages` pages."""
     num_pages, num_evicted = 100_000, 1000
     allocator = PageAllocator(num_pages + 1)
     cache = RadixCache(FULL_ATTENTION, [allocator], 1)
@@ -70,7 +70,7 @@ def bench_eviction(edge_pages: int, repeats: int) -> Iterator[Timing]:
 
 
 def bench_allocator(repeats: int) -> Iterator[Timing]:
-    """Taking and giving back pages of a pool of 65,536."""
+    """Time how a pool of 65,536 pages allocates and frees pages."""
     allocator = PageAllocator(65_537)
     for num_pages in (1, ROWS_PER_RANK, 65_536):
         held: list[np.ndarray] = []

@@ -57,7 +57,7 @@ class Outcome(NamedTuple):
     num_generated: int
 
     def line(self, name: str) -> str:
-        """One line of the table."""
+        """Return the line of the table."""
         return (
             f"{name:<36} {self.num_computed / self.num_needed:>8.3f} {self.num_retracts:>8,} "
             f"{self.num_steps:>8,} {self.num_needed / self.num_steps:>12.2f} "
@@ -143,7 +143,7 @@ def _drawn(seed: int, count: int, draw: Callable[[np.random.Generator], Lengths]
 
 
 def _two_kinds(rng: np.random.Generator) -> Lengths:
-    """One in four requests has a long output; all have the same limit."""
+    """Draw lengths: one request in four has a long output; all have the same limit."""
     output = int(rng.integers(5000, 9000)) if rng.random() < 0.25 else int(rng.integers(50, 400))
     return Lengths(100, output, 16_000)
 
@@ -169,7 +169,7 @@ LOADS: dict[str, Callable[[], Load]] = {
 
 
 def recorded(trace: list[TracedRequest]) -> dict[str, Callable[[], Load]]:
-    """Loads with recorded lengths."""
+    """Return loads with recorded lengths."""
     exact = [Lengths(r.input_len, r.output_len, r.output_len) for r in trace]
     asked = [request._replace(limit=max(4096, request.output)) for request in exact]
     short = [request._replace(prompt=min(request.prompt, 200)) for request in asked]

@@ -103,7 +103,8 @@ class ServingLoad:
         self._answer_lens = load.answer_lens
 
     def _fill(self, num_rows: int) -> None:
-        """Every rank has computed all shared prefixes, and requests of short prompts run."""
+        """Compute all shared prefixes on every rank, then start `num_rows` requests of short
+        prompts."""
         for number in range(NUM_PREFIXES):
             for dp_rank in range(SIZES.dp_size):
                 sampling = SamplingParams(max_new_tokens=1)
@@ -132,7 +133,7 @@ class ServingLoad:
             self.step()
 
     def step(self) -> float:
-        """One step; the seconds that the scheduler took."""
+        """Take one step; return the seconds that the scheduler took."""
         seconds = self.loop.turn()
         if self.loop.outputs is not None:
             for output in self.loop.outputs.outputs:
@@ -159,7 +160,7 @@ class ServingLoad:
     def _request_for(
         self, number: int, tail: list[int], sampling: SamplingParams, dp_rank: int | None = None
     ) -> GenerateRequest:
-        """A request that continues a shared prefix."""
+        """Return a request that continues shared prefix `number`."""
         return GenerateRequest(
             rid=str(next(self._ids)),
             input_ids=[*self._prefixes[number].tolist(), *tail],
@@ -188,7 +189,7 @@ class ServingLoad:
 
 
 def serving_lines(name: str, num_steps: int) -> Iterator[str]:
-    """Lines with the times of a step and a submission under `LOADS[name]`."""
+    """Yield lines with the times of a step and of a submission under `LOADS[name]`."""
     load = ServingLoad(LOADS[name])
     schedule_collection()  # as the engine does when it is ready
     num_warm = 300

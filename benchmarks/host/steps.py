@@ -73,7 +73,7 @@ def decoding_loop(
     make_executor: Callable[[EngineSizes], Executor] = FakeExecutor,
     max_context_len: int = 2 * CONTEXT_LEN,
 ) -> StepLoop:
-    """A loop with every row of every rank decoding at about `CONTEXT_LEN` tokens."""
+    """Return a loop in which every row of every rank decodes at about `CONTEXT_LEN` tokens."""
     tokens_per_row = 2 * CONTEXT_LEN
     sizes = SIZES._replace(
         dp_size=dp_size,
@@ -97,7 +97,7 @@ def decoding_loop(
 
 
 def bench_steps(page_size: int, repeats: int) -> Iterator[Timing]:
-    """Host time of a decode step, and of checking the memory after it."""
+    """Time a decode step, and the check and the audit of the memory after it."""
     loop = decoding_loop(page_size)
     scheduler = loop.scheduler
     load = f"{DP_SIZE} ranks x {ROWS_PER_RANK} rows, page {page_size}"
@@ -109,7 +109,10 @@ def bench_steps(page_size: int, repeats: int) -> Iterator[Timing]:
 
 
 def busy_check_line(dp_size: int, page_size: int, repeats: int) -> str:
-    """The time `--check-memory busy` adds to a decode step: with and without, in turns."""
+    """Return a line with the time that `--check-memory busy` adds to a decode step.
+
+    Steps with and without the check alternate.
+    """
     loop = decoding_loop(page_size, dp_size)
     bare: list[float] = []
     checked: list[float] = []
@@ -123,9 +126,11 @@ def busy_check_line(dp_size: int, page_size: int, repeats: int) -> str:
 
 
 def background_audit_line(dp_size: int, page_size: int, repeats: int) -> str:
-    """The time that the walk in slices adds to decode steps: with and without, in turns.
+    """Return a line with the time that the audit in slices adds to decode steps.
 
-    A second for the walk is a second of the scheduler's time, as if the loop did nothing else.
+    Steps with and without it alternate. The audit's clock counts only the scheduler's time, as
+    if the
+    loop did nothing else.
     """
     loop = decoding_loop(page_size, dp_size)
     audit = BackgroundAudit(loop.scheduler.audit_slices, 0.0)

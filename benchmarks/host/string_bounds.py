@@ -25,7 +25,7 @@ _TEXT = Path(__file__).parents[2] / "README.md"
 
 
 def schema(bound: int | None) -> str:
-    """An object of strings of at most `bound` characters; None: of any length."""
+    """Return an object of strings of at most `bound` characters; None: of any length."""
     string = {"type": "string"} | ({} if bound is None else {"maxLength": bound})
     names = [f"name_{number}" for number in range(_NUM_PROPERTIES)]
     properties = dict.fromkeys(names, string)
@@ -33,7 +33,8 @@ def schema(bound: int | None) -> str:
 
 
 def measure(folder: str, bound: int | None) -> tuple[float, list[float]]:
-    """Seconds to compile the schema, the least of some rounds, and for the mask of each token."""
+    """Return the least seconds of some rounds to compile the schema, and for the mask of each
+    token."""
     tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
     vocab_size = tokenizer.get_vocab_size()
     text = json.dumps(_TEXT.read_text(encoding="utf-8").replace('"', "'") * 4)

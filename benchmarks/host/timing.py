@@ -14,7 +14,8 @@ class Timing(NamedTuple):
     num_ops: int
 
     def line(self) -> str:
-        """Median and longest time in microseconds, and operations per second at the median."""
+        """Return median and longest time in microseconds, and operations per second at the
+        median."""
         middle, longest = median(self.seconds), max(self.seconds)
         times = f"{middle * 1e6:>11,.1f} {longest * 1e6:>11,.1f}"
         return f"{self.name:<62} {times} {self.num_ops / middle:>13,.0f}"
@@ -24,13 +25,13 @@ HEADER = f"{'':<62} {'us, median':>11} {'us, worst':>11} {'operations/s':>13}"
 
 
 def timed(name: str, call: Callable[[], object], *, repeats: int, num_ops: int = 1) -> Timing:
-    """Time `call` `repeats` times, once more before that to warm up."""
+    """Call `call` once to warm up, then time `repeats` calls."""
     call()
     return Timing(name, [timed_once(call) for _ in range(repeats)], num_ops)
 
 
 def timed_once(call: Callable[[], object]) -> float:
-    """Seconds that one call took."""
+    """Return the processor seconds of this thread that one call took."""
     start = time.thread_time()
     call()
     return time.thread_time() - start

@@ -73,7 +73,7 @@ class LongQueue:
 
 
 def waiting_lines(policy: str, num_steps: int) -> Iterator[str]:
-    """Lines with the time of a step before queues of `QUEUE_LENS`."""
+    """Yield lines with the time of a step before queues of `QUEUE_LENS`."""
     queues = [LongQueue(queue_len, policy) for queue_len in QUEUE_LENS]
     schedule_collection()
     for queue in queues:

@@ -27,7 +27,8 @@ _VOCAB_SIZE = 32_000
 
 
 def long_request_sizes(window: int, num_tokens: int, chunk: int, page_size: int) -> EngineSizes:
-    """An engine of one rank that holds one request of `num_tokens` and little more."""
+    """Return sizes of an engine with one rank that holds one request of `num_tokens` and little
+    more."""
     groups = (CacheGroup(None), CacheGroup(window))
     sizes = EngineSizes(
         dp_size=1,

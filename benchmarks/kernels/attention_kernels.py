@@ -27,7 +27,12 @@ OPTIONS = ScoreOptions(HEAD_DIM**-0.5)
 
 
 def per_run(schedule: Schedule) -> tuple[float, Loop]:
-    """The write's loops that have one turn a run: finding it, and changing its tile."""
+    """Return bundles per run of the KV write, and its loop that changes a tile.
+
+    The two loops with one turn per run count: the one that finds a run, and the one that changes
+    its
+    tile.
+    """
     depth = max(loop.depth for loop in schedule.loops)
     innermost = [loop for loop in schedule.loops if loop.depth == depth]
     changing = max(innermost, key=lambda loop: loop.dmas)
@@ -47,7 +52,7 @@ def shape_name(page_size: int, dtype: Any) -> str:
 
 
 def step_rows(page_size: int) -> list[Shape]:
-    """Shapes of page table, KV starts, query lengths and number of decode rows."""
+    """Return shapes of page table, KV starts, query lengths and number of decode rows."""
     rows = ((ROWS,), jnp.int32)
     return [((ROWS, CONTEXT // page_size), jnp.int32), rows, rows, ((), jnp.int32)]
 
@@ -118,7 +123,7 @@ def our_write(tokens: int, dtype: Any = DTYPE) -> Kernel:
 
 
 def our_heads(tokens: int, q_heads: int, kv_heads: int, normalised: bool) -> Kernel:
-    """Q, K and V of heads of 128."""
+    """Return the kernel that computes Q, K and V with heads of 128."""
     heads = q_heads + 2 * kv_heads
 
     def rotate(qkv, cos, sin, *weights):
@@ -140,7 +145,7 @@ def our_heads(tokens: int, q_heads: int, kv_heads: int, normalised: bool) -> Ker
 
 
 def jax_decode(page_size: int) -> Kernel:
-    """jax's paged attention visits KV heads one by one, 512 keys at a time."""
+    """Return jax's paged attention, which visits KV heads one by one, 512 keys at a time."""
     pages = CONTEXT // page_size
     block_pages = 512 // page_size
 
@@ -161,7 +166,7 @@ def jax_decode(page_size: int) -> Kernel:
 
 
 def jax_prefill(block: int) -> Kernel:
-    """jax's splash attention: causal, one sequence, no pages."""
+    """Return jax's splash attention: causal, one sequence, no pages."""
 
     def prefill(q, k, v):
         mask = splash.MultiHeadMask([splash.CausalMask((CHUNK, CHUNK))] * Q_HEADS)

@@ -41,14 +41,15 @@ class Kernel(NamedTuple):
 
 
 def hot_loop(schedule: Schedule) -> Loop:
-    """The cheapest of the loops that use the matrix unit most: the one without masks."""
+    """Return the cheapest of the loops that use the matrix unit most: the one without masks."""
     most = schedule.hot_loops[0].units["MXU"]
     loops = [loop for loop in schedule.hot_loops if loop.units["MXU"] > 0.9 * most]
     return min(loops, key=lambda loop: loop.bundles)
 
 
 def per(amount: float) -> Callable[[Schedule], tuple[float, Loop]]:
-    """Bundles of the hot loop for each of `amount` units that one turn of it does."""
+    """Return a cost: bundles of one turn of the hot loop divided by `amount`, the units of work in
+    it."""
 
     def cost(schedule: Schedule) -> tuple[float, Loop]:
         loop = hot_loop(schedule)
@@ -58,13 +59,13 @@ def per(amount: float) -> Callable[[Schedule], tuple[float, Loop]]:
 
 
 def longest_loop(schedule: Schedule) -> tuple[float, Loop]:
-    """Bundles of the longest loop, for each of its turns."""
+    """Return the longest loop's bundles per turn, and that loop."""
     loop = max(schedule.loops, key=lambda loop: loop.bundles)
     return loop.bundles, loop
 
 
 def per_innermost(amount: float) -> Callable[[Schedule], tuple[float, Loop]]:
-    """Bundles of the innermost loop for each of `amount` units."""
+    """Return a cost: bundles of the innermost loop divided by `amount`."""
 
     def cost(schedule: Schedule) -> tuple[float, Loop]:
         loop = max(schedule.loops, key=lambda loop: loop.depth)

@@ -47,7 +47,8 @@ class Cost(NamedTuple):
 
 
 def our_grouped_product(tokens: int, inwards: bool) -> Kernel:
-    """Gate or up of a layer, stored as [out, in], or down, stored as [in, out]."""
+    """Return the grouped product of gate or up, stored as [out, in], or of down, stored as [in,
+    out]."""
     lines = tokens * TOP_K
     inputs, outputs = (HIDDEN, INNER) if inwards else (INNER, HIDDEN)
     tile = choose_tiles(lines, EXPERTS, inputs, outputs, jnp.dtype(DTYPE).itemsize).lines
@@ -82,7 +83,7 @@ KERNELS: dict[str, Callable[[], Kernel]] = {
 
 
 def measure(make: Callable[[], Kernel], chip: str) -> Cost:
-    """The costs of a kernel on a chip."""
+    """Return the costs of a kernel on a chip."""
     kernel, compiled = compile_for(chip, make)
     bundles, loop = kernel.cost(compiled.schedule)
     return Cost(

@@ -39,14 +39,14 @@ from sgl_jax.planner.topology import CHIPS
 
 
 def costs(chip: str, heads: int, checkouts: dict[str, Path]) -> Iterator[tuple[str, DecodeCost]]:
-    """The kernels of decode by name."""
+    """Yield name and cost of each decode kernel."""
     yield "ours", our_decode_cost(chip, heads)
     for name, checkout in checkouts.items():
         yield name, peer_decode_cost(PEERS[name], checkout, chip, heads)
 
 
 def figures(chip_name: str, heads: int, cost: DecodeCost, contexts: list[int]) -> dict[str, float]:
-    """The numbers of a line."""
+    """Return the figures of a line: bundles or cycles per token, and shares of the peaks."""
     chip = CHIPS[chip_name]
     transfer = 2 * ROW_SIZE / chip.hbm_bytes_per_s * chip.clock_hz
     products = chip.matrix_seconds(2 * heads * (RANK + ROPE_DIM + RANK)) * chip.clock_hz
@@ -64,7 +64,8 @@ def figures(chip_name: str, heads: int, cost: DecodeCost, contexts: list[int]) -
 
 
 def prefill_figures(chip: str, form: PrefillForm, contexts: list[int]) -> dict[str, float]:
-    """The numbers of a line: bundles for 10**9 operations."""
+    """Return the figures of a line: bundles per 10**9 operations, matrix unit's share, and
+    spills."""
     _, compiled = compile_for(chip, form.kernel)
     loop, blocks = hot_loop(compiled.schedule), form.blocks
     pairs = blocks.queries * blocks.keys * form.heads // blocks.parts * blocks.heads

@@ -64,8 +64,8 @@ class DecodeCost(NamedTuple):
         return self.block / self.block_keys
 
     def per_token(self, context: int) -> float:
-        """Bundles for each token of a row, on the average of rows that end anywhere in the block
-        of keys before `context`."""
+        """Return bundles per token of a row, averaged over rows that end anywhere in the block of
+        keys before `context`."""
         lengths = range(context - self.block_keys + 1, context + 1)
         found = []
         for length in lengths:
@@ -76,7 +76,8 @@ class DecodeCost(NamedTuple):
 
 
 def step_arguments(heads: int, tokens: int) -> list[Shape]:
-    """Absorbed queries of `tokens`, the cache, its layer, the rows of a step."""
+    """Return shapes of absorbed queries of `tokens`, the cache, its layer, and the rows of a
+    step."""
     rows, pages = ((ROWS,), jnp.int32), CONTEXT // PAGE_SIZE
     return [
         ((tokens, heads, ROW_SIZE), DTYPE),
@@ -131,7 +132,7 @@ class PrefillForm(NamedTuple):
         return cls(EXPANDED_HEADS, heads // EXPANDED_HEADS, blocks, expanded=True)
 
     def kernel(self) -> Kernel:
-        """One call."""
+        """Return the kernel of one call."""
         slots = CacheSlots(packed=True, value_dim=VALUE_DIM) if self.expanded else SLOTS
 
         def prefill(q, cache, layer, keys, values, *rows):
@@ -153,8 +154,8 @@ class PrefillForm(NamedTuple):
         return Kernel("latent prefill", prefill, shapes, 0, "KV token", per(1), "")
 
     def chunk_bundles(self, schedule: Schedule, context: int) -> float:
-        """Bundles of the loops over keys for a chunk that ends at `context`, for 10**9 operations
-        of absorbed heads that causality leaves."""
+        """Return bundles of the loops over keys for a chunk that ends at `context`, per 10**9
+        operations of absorbed heads that causality leaves."""
         blocks, clear = self.blocks, hot_loop(schedule)
         masked = next(loop for loop in schedule.hot_loops if loop is not clear)
         turns = blocks.parts // blocks.heads
@@ -183,7 +184,7 @@ class Peer(NamedTuple):
 
 
 def peer_decode_cost(peer: Peer, checkout: Path, chip: str, heads: int) -> DecodeCost:
-    """The cost of the kernel that decodes `PEER_ROWS` rows at once."""
+    """Return the cost of the kernel that decodes `PEER_ROWS` rows at once."""
     attend, mesh = peer.load(checkout), topology_mesh(Topology.all_of(chip)[0], 1, 1)
     pages = ROWS * CONTEXT // PAGE_SIZE
     nope = (heads, ROWS, RANK) if peer.heads_first else (ROWS, heads, RANK)
@@ -218,12 +219,13 @@ def peer_decode_cost(peer: Peer, checkout: Path, chip: str, heads: int) -> Decod
 
 
 def _batched(schedules: list[Schedule]) -> Schedule:
-    """Both engines' kernels have the number of rows at the end of their names."""
+    """Return the schedule of the kernel for `PEER_ROWS` rows; both engines' kernel names end with
+    it."""
     return next(each for each in schedules if each.kernel == f"bsz_{PEER_ROWS}")
 
 
 def _load_sglang_jax(checkout: Path) -> Callable[..., Any]:
-    """The module alone: the package has our package's name."""
+    """Load the module without its package, whose name is our package's."""
     path = checkout / "python/sgl_jax/srt/kernels/mla/v2/kernel.py"
     spec = importlib.util.spec_from_file_location("sglang_jax_latent_attention", path)
     assert spec is not None
@@ -235,7 +237,7 @@ def _load_sglang_jax(checkout: Path) -> Callable[..., Any]:
 
 
 def _load_tpu_inference(checkout: Path) -> Callable[..., Any]:
-    """The kernel without the package's own imports, which need vLLM."""
+    """Load the kernel without the package's imports, which need vLLM."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise ValueError("XLA transposes queries here")

@@ -55,7 +55,7 @@ class Product(NamedTuple):
 
     @property
     def blocks(self) -> tuple[int, int, int]:
-        """Tokens, inputs and outputs of a turn."""
+        """Return the tokens, inputs and outputs of a turn."""
         if kernel_of(self.scheme, self.tokens, self.inputs, self.groups) == VALUES_NAME:
             return value_blocks(self.tokens, self.inputs, self.outputs)
         return choose_blocks(self.tokens, self.inputs, self.outputs, self.groups)
@@ -94,9 +94,10 @@ def quantizing(tokens: int, inputs: int, activation: ActivationFormat) -> Kernel
 
 
 def experts(weight: WeightFormat | None) -> Kernel:
-    """Matrices as of gpt-oss's experts on one of eight chips, their visits to `EXPERT_LINES` lines.
+    """Return the grouped product of gpt-oss's experts on one of eight chips with `EXPERT_LINES`
+    lines.
 
-    MXFP4 has scales for groups, the others for each output.
+    MXFP4 has a scale for each group, other formats for each output.
     """
     outputs, inputs = EXPERT_SHAPE
     values = jnp.bfloat16 if weight is None else value_dtype(weight)
@@ -129,7 +130,7 @@ PRODUCTS = {
 
 
 def bundles(kernel: Kernel, chip: str) -> int:
-    """Those of the kernel's longest loop."""
+    """Return the bundles of the kernel's longest loop."""
     _, compiled = compile_for(chip, lambda: kernel)
     return int(longest_loop(compiled.schedule)[0])
 
@@ -147,7 +148,7 @@ def product_row(name: str, product: Product, chip_name: str) -> str:
 
 
 def constants(chip: str) -> ProductBundles:
-    """The planner's figures for a chip, counted anew."""
+    """Return the planner's figures for a chip, counted from new schedules."""
 
     def a_turn(product: Product) -> float:
         _, inputs, outputs = product.blocks

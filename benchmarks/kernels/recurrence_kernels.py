@@ -17,7 +17,8 @@ DELTA_KEY_HEADS, DELTA_VALUE_HEADS = 16, 32
 
 
 def per_token_of_blocks(schedule: Schedule) -> tuple[float, Loop]:
-    """Bundles of a loop over tokens, and a token's part of the surrounding grid's bundles."""
+    """Return bundles per token and the loop over tokens; the surrounding grid's bundles are
+    included."""
     outer, inner = (
         max((loop for loop in schedule.loops if loop.depth == depth), key=lambda loop: loop.bundles)
         for depth in (1, 2)
@@ -26,8 +27,8 @@ def per_token_of_blocks(schedule: Schedule) -> tuple[float, Loop]:
 
 
 def state_shapes(tokens: int, tp: int) -> list[Shape]:
-    """Arguments of the gated delta rule on a chip of tp: q, k, v, gates, states, layer, and
-    the rows."""
+    """Return argument shapes of the gated delta rule on one chip of `tp`: q, k, v, gates, states,
+    layer and rows."""
     keys, values = DELTA_KEY_HEADS // tp, DELTA_VALUE_HEADS // tp
     gates = ((tokens, values), jnp.float32)
     rows = ((ROWS,), jnp.int32)
@@ -45,7 +46,7 @@ def state_shapes(tokens: int, tp: int) -> list[Shape]:
 
 
 def our_delta_decode(tp: int) -> Kernel:
-    """Qwen3-Next-80B-A3B's heads on a chip of tp."""
+    """Return the decode kernel with Qwen3-Next-80B-A3B's heads on one chip of `tp`."""
 
     def decode(*arguments):
         tokens, arrays, rows = DeltaInputs(*arguments[:5]), arguments[5:7], arguments[7:]
@@ -64,8 +65,11 @@ def our_delta_decode(tp: int) -> Kernel:
 
 
 def delta_flops() -> float:
-    """Needed for a value head's chunk: products with the state, of keys and queries with keys, with
-    the inverse, with the changes, and a third of the inverse's whole matrix."""
+    """Return the floating point operations that a value head's chunk needs.
+
+    They are products with the state, of keys and queries with keys, with the inverse and with the
+    changes, and a third of a full matrix inverse.
+    """
     with_state = 3 * CHUNK_TOKENS * HEAD_DIM**2
     within = 2 * CHUNK_TOKENS**2 * HEAD_DIM
     of_keys = within * DELTA_KEY_HEADS / DELTA_VALUE_HEADS
@@ -73,7 +77,10 @@ def delta_flops() -> float:
 
 
 def our_delta_prefill(tp: int) -> Kernel:
-    """The same heads; of a chunk's loops the one with the matrix unit's work."""
+    """Return the prefill kernel with Qwen3-Next-80B-A3B's heads on one chip of `tp`.
+
+    Its cost counts only the loop of a chunk that uses the matrix unit most.
+    """
     heads = min(VALUE_HEADS, DELTA_VALUE_HEADS // tp)
 
     def prefill(*arguments):
@@ -92,7 +99,7 @@ def our_delta_prefill(tp: int) -> Kernel:
 
 
 def our_conv(tp: int) -> Kernel:
-    """The same heads' convolution, width 4."""
+    """Return the kernel of the convolution, width 4, of Qwen3-Next-80B-A3B on one chip of `tp`."""
     channels = (2 * DELTA_KEY_HEADS + DELTA_VALUE_HEADS) // tp * HEAD_DIM
     state, rows = conv_state_shape(4, channels), state_shapes(CHUNK, tp)[6:]
 

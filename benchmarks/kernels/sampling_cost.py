@@ -43,7 +43,7 @@ CASES = {
 def compile_draw(
     topology: Topology, tp: int, rows: int, unused: tuple[str, ...]
 ) -> jax.stages.Compiled:
-    """The program that draws `rows` tokens, with constants for parameters that no row uses."""
+    """Compile the program that draws `rows` tokens; parameters that no row uses are constants."""
 
     def unpack(packed):
         params = unpack_row_params(packed)

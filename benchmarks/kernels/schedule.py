@@ -19,7 +19,7 @@ _SCHEDULE = re.compile(r"-(\w+?)(?:\.\d+)?-\d+-final_bundles\.txt$")
 
 
 def request_dumps(folder: Path) -> None:
-    """Have libtpu write schedules to `folder`; only before it is loaded does it listen."""
+    """Make libtpu write schedules to `folder`; this has no effect after libtpu is loaded."""
     passes = ".*(final_bundles|final_hlo-static).*"
     flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_pass_label_regex={passes}"
     os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags}".strip()
@@ -35,7 +35,8 @@ class Loop(NamedTuple):
 
     @property
     def spills(self) -> int:
-        """Registers stored to memory and loaded again, as too few are free."""
+        """Return the number of registers stored to memory and loaded again because too few are
+        free."""
         return self.units["SPILL"] + self.units["FILL"]
 
 
@@ -48,12 +49,12 @@ class Schedule(NamedTuple):
 
     @property
     def hot_loops(self) -> list[Loop]:
-        """Loops by their use of the matrix unit, the heaviest first."""
+        """Return the loops by their use of the matrix unit, the heaviest first."""
         return sorted(self.loops, key=lambda loop: -loop.units["MXU"])
 
 
 def read_schedules(folder: Path) -> list[Schedule]:
-    """The schedules dumped to `folder`, in the order of their compilation."""
+    """Return the schedules dumped to `folder`, in the order of their compilation."""
     result = []
     for bundles in sorted(folder.glob("*-final_bundles.txt")):
         found = _SCHEDULE.search(bundles.name)
@@ -98,7 +99,7 @@ def _bundles(bundles: str, uses: str) -> Iterator[_Bundle]:
 
 
 def _loops(rows: list[_Bundle]) -> list[tuple[int, list[_Bundle]]]:
-    """The index of each loop's first bundle, and its bundles without inner loops.
+    """Return the index of each loop's first bundle, and its bundles without inner loops.
 
     Bundles of a loop may be marked as outside it: empty ones, and ones with moved instructions. A
     loop is left only when no bundle of its depth follows before another loop of that depth begins.
@@ -117,6 +118,6 @@ def _loops(rows: list[_Bundle]) -> list[tuple[int, list[_Bundle]]]:
 
 
 def _is_left(rows: list[_Bundle], index: int, depth: int) -> bool:
-    """True if a loop of `depth` that was open before rows[index] is closed."""
+    """Return whether a loop of `depth` that was open before rows[index] is closed."""
     following = next((row for row in rows[index:] if row.depth >= depth), None)
     return following is None or (following.begins_loop and following.depth == depth)

@@ -50,7 +50,8 @@ MIN_GAIN = 0.02
 
 
 def arguments(kv_heads: int, tokens: int) -> list[Shape]:
-    """Arguments of an attention kernel: queries of `tokens`, the cache, its layer, the rows."""
+    """Return shapes of an attention kernel's arguments: `tokens` queries, the cache, its layer, the
+    rows."""
     pages = 1 + ROWS * CONTEXT // PAGE_SIZE
     cache = ((2, pages, 2 * kv_heads, PAGE_SIZE, HEAD_DIM), jnp.bfloat16)
     q = ((tokens, GROUP * kv_heads, HEAD_DIM), jnp.bfloat16)
@@ -69,7 +70,8 @@ def decode_kernel(kv_heads: int, blocks: DecodeBlocks) -> Kernel:
 def row_cycles(
     schedule: Schedule, blocks: DecodeBlocks, length: int, bytes_: int, chip: Chip
 ) -> float:
-    """Estimated cycles of a row of `length` keys whose K and V take `bytes_` a key."""
+    """Return the estimated cycles of a row of `length` keys whose K and V take `bytes_` bytes per
+    key."""
     block = hot_loop(schedule).bundles
     part = max(
         (loop for loop in schedule.loops if loop.depth == 3), key=lambda loop: loop.units["MXU"]
@@ -86,7 +88,7 @@ def row_cycles(
 
 
 def best_blocks(chip_name: str, kv_heads: int) -> tuple[DecodeBlocks, float]:
-    """The sizes of the least mean cycles a key over ROW_LENGTHS, and those cycles."""
+    """Return the sizes with the fewest mean cycles per key over ROW_LENGTHS, and those cycles."""
     chip, bytes_ = CHIPS[chip_name], 2 * kv_heads * HEAD_DIM * 2
     found = []
     for block, part in itertools.product((512, 1024, 2048), (128, 256, 512)):
@@ -113,7 +115,8 @@ def prefill_kernel(kv_heads: int, blocks: PrefillBlocks) -> Kernel:
 
 
 def around_bundles(schedule: Schedule, loop: Loop, turns: int) -> int:
-    """Bundles of one turn of the loop around `loop`; the compiler leaves out a single turn."""
+    """Return bundles of one turn of the loop around `loop`; the compiler removes a loop of one
+    turn."""
     if turns == 1:
         return 0
     before = schedule.loops[: schedule.loops.index(loop)]
@@ -136,14 +139,14 @@ class KeyLoops(NamedTuple):
         return cls(turns * whole.bundles + around, turns * few.bundles + around)
 
     def cost(self, queries: int, blocks: PrefillBlocks) -> int:
-        """Bundles for so many queries of a block."""
+        """Return the bundles for `queries` queries of a block."""
         if queries > blocks.queries // 2:
             return self.whole
         return -(-queries // blocks.few_queries) * self.few
 
 
 def prefill_costs(schedule: Schedule, kv_heads: int, blocks: PrefillBlocks) -> tuple[float, float]:
-    """Bundles per GFLOP: of a block of keys that all queries see, and of CHUNKS together.
+    """Return bundles per GFLOP: of a block of keys that all queries see, and of CHUNKS together.
 
     In CHUNKS, each length has enough rows for the same number of tokens.
     """
@@ -167,7 +170,7 @@ def prefill_costs(schedule: Schedule, kv_heads: int, blocks: PrefillBlocks) -> t
 
 
 def prefill_candidates(kv_heads: int) -> list[Sizes]:
-    """The formula's sizes, and those with more queries, or more heads."""
+    """Return the formula's sizes, and those with twice the rows or twice the heads."""
     formula = default_sizes(kv_heads, HEAD_DIM, jnp.dtype(jnp.bfloat16))
     tried = (
         formula,
@@ -178,7 +181,7 @@ def prefill_candidates(kv_heads: int) -> list[Sizes]:
 
 
 def best_prefill(chip_name: str, kv_heads: int) -> str:
-    """The line of the table."""
+    """Return the line of the table."""
     found: list[tuple[float, float, Sizes]] = []
     for sizes in prefill_candidates(kv_heads):
         blocks = blocks_of(sizes, GROUP, PAGE_SIZE, CHUNK)
@@ -200,7 +203,7 @@ def best_prefill(chip_name: str, kv_heads: int) -> str:
 
 
 def best_decode(chip_name: str, kv_heads: int) -> str:
-    """The line of the table."""
+    """Return the line of the table."""
     blocks, cycles = best_blocks(chip_name, kv_heads)
     return f"DecodeBlocks({blocks.block_keys}, {blocks.part_keys}),  # {cycles:.2f}"
 

@@ -41,12 +41,12 @@ class Layer(NamedTuple):
 
     @property
     def is_packed(self) -> bool:
-        """True if K and V of a head share a row of lanes."""
+        """Return whether K and V of a head share a row of lanes."""
         return self.head_dim < LANES
 
     @property
     def page_heads(self) -> int:
-        """Rows of lanes that a token takes in the cache."""
+        """Return the rows of lanes that a token takes in the cache."""
         return self.kv_heads if self.is_packed else 2 * self.kv_heads
 
 
@@ -66,7 +66,8 @@ class RowWork(NamedTuple):
 def row_work(
     layer: Layer, blocks: DecodeBlocks, page_size: int, first: int, stop: int, length: int
 ) -> RowWork:
-    """The work for a row of `length` tokens that reads pages from `first` to before `stop`."""
+    """Return the work for a row of `length` tokens that reads pages from `first` to before
+    `stop`."""
     block_pages, part_pages = blocks.block_keys // page_size, blocks.part_keys // page_size
     clear = parts = 0
     for page in range(first, stop, block_pages):
@@ -79,7 +80,7 @@ def row_work(
 
 
 def mean_work(layer: Layer, blocks: DecodeBlocks, page_size: int, context: int) -> np.ndarray:
-    """float64[3], the fields of `RowWork` on the average of rows that end anywhere in a page."""
+    """Return `RowWork`'s fields, float64[3], averaged over rows that end anywhere in a page."""
     starts = jnp.arange(context - page_size, context, dtype=jnp.int32)  # the new token's position
     table = jnp.zeros((len(starts), context // page_size), jnp.int32)
     ones = jnp.ones_like(starts)
@@ -93,7 +94,7 @@ def mean_work(layer: Layer, blocks: DecodeBlocks, page_size: int, context: int) 
 
 
 def decode_kernel(layer: Layer, page_size: int, context: int) -> Kernel:
-    """A step of `ROWS` rows."""
+    """Return the decode kernel for a step of `ROWS` rows."""
     width = layer.page_heads * LANES * jnp.dtype(DTYPE).itemsize
     heads, pages = layer.page_heads, context // page_size
 
@@ -123,7 +124,8 @@ def decode_kernel(layer: Layer, page_size: int, context: int) -> Kernel:
 
 
 def row_bundles(compiled: Compiled, work: np.ndarray) -> float:
-    """Bundles of a row: loops over rows, over its blocks, and over parts of a masked block."""
+    """Return the bundles of a row: its loops over rows, over blocks, and over parts of a masked
+    block."""
     loops = compiled.schedule.loops
     row, block, part = (
         max((each for each in loops if each.depth == depth), key=lambda each: each.bundles)
@@ -134,7 +136,7 @@ def row_bundles(compiled: Compiled, work: np.ndarray) -> float:
 
 
 def row(layer: Layer, chip: str, page_size: int, context: int) -> str:
-    """A line of the table."""
+    """Return the line of the table."""
     found: list[DecodeBlocks] = []
 
     def make() -> Kernel:  # under the chip's mesh, which decides the blocks

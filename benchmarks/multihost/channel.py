@@ -120,7 +120,7 @@ def _group(args: argparse.Namespace, rank: int) -> MultihostGroup:
 
 
 def _follow(group: MultihostGroup, cores: list[int]) -> None:
-    """A host that does nothing with its commands."""
+    """Receive and discard commands until the group ends, as a host that does no work."""
     if cores:
         os.sched_setaffinity(0, cores)
     threading.current_thread().name = f"host {group.rank}"

@@ -13,7 +13,8 @@ _WINDOWS = {"groups": (CacheGroup(None), CacheGroup(512))}
 
 
 def _states(pool_tokens: int, num_snapshots: int, page_size: int = 16) -> dict[str, Any]:
-    """The sizes of a model with recurrent layers, which keeps `num_snapshots` states."""
+    """Return sizes of a model with recurrent layers and a pool of `num_snapshots` state
+    snapshots."""
     return {
         "groups": (CacheGroup(None), CacheGroup(LAST_VALUE, 1, (), True)),
         "pool_pages": (1 + pool_tokens // page_size, 1 + num_snapshots),

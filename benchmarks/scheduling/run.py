@@ -28,32 +28,33 @@ class Comparison(NamedTuple):
 
     @property
     def simple(self) -> list[Result]:
-        """The results of the simple schedulers."""
+        """Return the results of the simple schedulers."""
         return [self.plain] if self.reference is None else [self.plain, self.reference]
 
     @property
     def speed(self) -> float:
-        """Tokens per second, relative to the better of the simple schedulers."""
+        """Return tokens per second, relative to the better of the simple schedulers."""
         return self.ours.tokens_per_s / max(each.tokens_per_s for each in self.simple)
 
     @property
     def wait(self) -> float:
-        """Mean wait, relative to the better of the simple schedulers."""
+        """Return the mean wait, relative to the better of the simple schedulers."""
         return wait_ratio(self.ours.mean_wait_ms, [each.mean_wait_ms for each in self.simple])
 
     def group_wait(self, group: str) -> float:
-        """Mean wait of one group, relative to the better of the simple schedulers."""
+        """Return the mean wait of one group, relative to the better of the simple schedulers."""
         waits = [each.groups[group].mean_wait_ms for each in self.simple if group in each.groups]
         return wait_ratio(self.ours.groups[group].mean_wait_ms, waits)
 
     @property
     def is_worse(self) -> bool:
-        """True if ours is more than 5 % slower, or requests wait more than 1.3 times longer."""
+        """Return whether ours is more than 5 % slower, or requests wait more than 1.3 times
+        longer."""
         return self.speed < LEAST_SPEED or self.wait > MOST_WAIT
 
 
 def wait_ratio(own_ms: float, others_ms: Iterable[float]) -> float:
-    """Return a wait, relative to the shortest of others."""
+    """Return a wait, relative to the shortest of the other waits."""
     return max(own_ms, LEAST_WAIT_MS) / max(min(others_ms, default=own_ms), LEAST_WAIT_MS)
 
 

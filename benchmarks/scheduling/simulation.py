@@ -68,7 +68,7 @@ class Engine(ABC, Generic[S]):
     @property
     @abstractmethod
     def utilization(self) -> float:
-        """The share of pages that running requests hold."""
+        """Return the share of pages that running requests hold."""
 
     @abstractmethod
     def counts(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class Engine(ABC, Generic[S]):
 
     @property
     def next_end_s(self) -> float | None:
-        """The time of the next end of a transfer, after which a step may be planned."""
+        """Return the time at which the next transfer ends; a step may be planned then."""
         return None
 
 

@@ -57,12 +57,12 @@ class LoadRequest:
 
     @property
     def max_len(self) -> int:
-        """Tokens of prompt and output at most, by its limit."""
+        """Return the most tokens of prompt and output that the limit allows."""
         return len(self.prompt) + self.limit
 
     @property
     def end_len(self) -> int:
-        """Tokens of prompt and output at its end, unless it is aborted."""
+        """Return the tokens of prompt and output at its end, unless it is aborted."""
         return len(self.prompt) + min(self.output_len, self.limit)
 
     def tokens(self) -> Int32Array:
@@ -125,7 +125,7 @@ class Load:
 
     @property
     def has_reference(self) -> bool:
-        """True if the reference knows all that the load is about."""
+        """Return whether the reference supports all features of the load."""
         return not self.sizes and not {"enable_priority_scheduling", "fair_share"} & set(self.args)
 
     def engine_sizes(self) -> EngineSizes:

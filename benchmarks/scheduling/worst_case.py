@@ -41,8 +41,10 @@ class WorstCaseCheck:
                 self.could_start[reason.kind] += 1
 
     def _room(self, plan: StepPlan) -> list[int]:
-        """Pages of each rank that its running requests can never take; -1 if it has no row or no
-        prompt tokens left."""
+        """Return the pages of each rank that its running requests can never take.
+
+        The value is -1 if a rank has no free row or no prompt tokens left.
+        """
         sizes, room = self._scheduler.sizes, []
         for rank, rank_plan in zip(self._scheduler.ranks, plan.ranks, strict=True):
             num_chunked = int(rank_plan.q_lens[rank_plan.num_decode :].sum())

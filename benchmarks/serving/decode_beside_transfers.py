@@ -99,7 +99,7 @@ class _Blocks:
         print(f"median ratio {median:.3f}, quartiles {first:.3f} and {third:.3f}")
 
     def _seconds(self, arm: str) -> float:
-        """The seconds in which the rows decode all their tokens."""
+        """Return the seconds in which the rows decode all their tokens."""
         options = self._options
         histories = self._in_turns if arm == "moved" else repeat(self._histories[0])
         num_before = self._num_moved()
@@ -119,7 +119,7 @@ class _Blocks:
         return seconds
 
     def _find(self, history: list[int]) -> None:
-        """A request whose prompt is cached but for a token."""
+        """Serve a request for one token; all of its prompt but one token is cached."""
         self._generate([[*history, 5]], 1)
 
     def _generate(self, prompts: list[list[int]], count: int) -> None:
@@ -130,7 +130,7 @@ class _Blocks:
         return [self._rng.randrange(300, self._engine.info["vocab_size"]) for _ in range(count)]
 
     def _num_moved(self) -> int:
-        """The tokens moved since the start, once nothing moves."""
+        """Return the number of tokens moved since the start, after all transfers have ended."""
         settle(self._engine)
         counters = self._engine.server_info()["counters"]
         if self._options.direction == "in":

@@ -104,7 +104,7 @@ def settle(engine: Engine) -> None:
 
 
 def _drop_cached_files(folder: Path) -> None:
-    """So that they are read from the disk again."""
+    """Evict the store's files from the page cache, so that they are read from the disk again."""
     for path in folder.glob("*/*/*"):
         with path.open("rb") as file:
             os.fsync(file.fileno())

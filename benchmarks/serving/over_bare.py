@@ -21,7 +21,8 @@ from sgl_jax.executor.model_executor import ModelExecutor
 
 
 def bare_seconds(load: Load, executor: ModelExecutor) -> float:
-    """Seconds of the bare programs for the same tokens, one request of each stream at once."""
+    """Return seconds of the bare programs for the same tokens; each stream has one request at a
+    time."""
     sizes = executor.sizes
     at_once = max(1, min(sizes.max_chunk_tokens // load.prompt_len, load.num_streams))
     prefill = prefill_plan(sizes, at_once, load.prompt_len)
@@ -34,7 +35,7 @@ def bare_seconds(load: Load, executor: ModelExecutor) -> float:
 
 
 def prefill_plan(sizes: EngineSizes, num_prompts: int, prompt_len: int) -> StepPlan:
-    """A step of whole prompts from their first tokens on."""
+    """Return a step of whole prompts from their first tokens on."""
     plan = decode_plan(sizes, num_prompts, prompt_len)
     (rank,) = plan.ranks
     rank = rank._replace(

@@ -43,7 +43,7 @@ class Point(NamedTuple):
     resend_cached: int
 
     def line(self) -> str:
-        """The line of the table."""
+        """Return the line of the table."""
         return (
             f"| {self.label} | {self.history_len:,} | {self.session_ms:.1f} | "
             f"{self.resend_ms:.1f} | {self.resend_ms / self.session_ms:.2f} | "
@@ -77,7 +77,7 @@ class Client:
     def generate(
         self, tokens: list[int], num_output: int, session_id: str | None
     ) -> tuple[list[int], int, float]:
-        """Output tokens, cached tokens, and the milliseconds it took."""
+        """Return output tokens, the number of cached tokens, and the milliseconds it took."""
         body: dict[str, Any] = {
             "input_ids": tokens,
             "sampling_params": {
@@ -94,7 +94,7 @@ class Client:
         return answer["output_ids"], answer["meta_info"]["cached_tokens"], elapsed_ms
 
     def num_evicted_sessions(self) -> int:
-        """Sessions that the server has evicted since its start."""
+        """Return the number of sessions that the server has evicted since its start."""
         with urllib.request.urlopen(self._base_url + "/get_server_info", timeout=60) as response:
             return int(json.load(response)["counters"]["sessions_evicted"])
 
@@ -102,7 +102,7 @@ class Client:
 def measure(
     client: Client, label: str, history_len: int, num_turns: int, num_new: int, num_output: int
 ) -> Point:
-    """One conversation of `history_len` tokens, and `num_turns` turns after it."""
+    """Measure `num_turns` turns after a conversation of `history_len` tokens."""
     rng = random.Random(history_len)
     session_id = client.post("/open_session", {"capacity_of_str_len": 0, "streaming": True})
     history = rng.choices(_TOKENS, k=history_len - num_output)
@@ -133,14 +133,18 @@ def measure(
 def measure_growth(
     client: Client, num_sessions: int, num_turns: int, num_new: int, num_output: int
 ) -> str:
-    """Latency of the last fifth of the turns, over the first fifth's, and over new sessions'.
+    """Return the latency of the last fifth of the turns, over the first fifth's and over new
+    sessions'.
 
-    Sessions take all their turns. Then they take a fifth more, in turn with as many new sessions
-    that take their first ones: other load on the machine affects both alike. The very first
+    Sessions take all their turns. Then they take a fifth more, alternating with as many new
+    sessions
+    that take their first turns, so that other load on the machine affects both alike. The very
+    first
     turn, which opens a history, is not counted.
 
-    Raises RuntimeError if the server did not keep all of these sessions in place: each holds one
-    of its rows, so it needs `--max-running-requests` of twice as many.
+    Raises RuntimeError if the server did not keep all of these sessions in place. Each session
+    holds
+    a row, so the server needs `--max-running-requests` of twice as many.
     """
     part = max(num_turns // 5, 1)
     evicted = client.num_evicted_sessions()
@@ -190,7 +194,7 @@ class _Conversations:
         self.num_not_in_place = 0  # turns that had to compute more than is new
 
     def take_turn(self) -> list[float]:
-        """Milliseconds of one turn of each session, all sent at once."""
+        """Return the milliseconds of one turn of each session, all sent at once."""
 
         def take(session_id: str, rng: random.Random) -> tuple[int, float]:
             new = rng.choices(_TOKENS, k=self._num_new)

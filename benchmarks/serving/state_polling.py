@@ -45,7 +45,7 @@ class Cost(NamedTuple):
 
 
 async def poll(port: int, path: str, num_connections: int = NUM_CONNECTIONS) -> None:
-    """Ask for `path` again and again on so many connections, until cancelled."""
+    """Request `path` repeatedly on `num_connections` connections until cancelled."""
     request = b"GET %b HTTP/1.1\r\nHost: localhost\r\n\r\n" % path.encode()
 
     async def ask_on() -> None:
@@ -67,7 +67,7 @@ async def poll(port: int, path: str, num_connections: int = NUM_CONNECTIONS) -> 
 
 @contextmanager
 def polled(port: int, path: str) -> Iterator[None]:
-    """Pollers in a process of their own, for as long as this is open."""
+    """Run pollers of `path` in a separate process while the context is open."""
     command = [sys.executable, "-m", __spec__.name, "--poll", str(port), path]
     process = subprocess.Popen(command)
     time.sleep(_SETTLE_S)

@@ -22,7 +22,7 @@ _PROMPT_IDS = 400  # every model has more
 
 @contextmanager
 def watched(port: int) -> Iterator[None]:
-    """A viewer and a scraper of the server at `port`, for as long as this is open."""
+    """Run a viewer and a scraper of the server at `port` while the context is open."""
     url = f"http://127.0.0.1:{port}"
     # One connection and one process for all scrapes, as Prometheus has.
     scrapes = ["curl", "-sf", "--rate", "1/s", "-o", "/dev/null", f"{url}/metrics?[1-100000]"]

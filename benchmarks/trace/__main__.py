@@ -25,7 +25,7 @@ _SNAPSHOT_SHARES = (0.125, 0.25, 0.5, 1.0)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Replay and print; returns the exit code: 0, or 2 for bad input."""
+    """Replay and print; return the exit code: 0, or 2 for bad input."""
     words = _parser().parse_args(argv)
     try:
         if words.plot is not None:
@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _windows(trace: Trace, words: argparse.Namespace) -> str:
-    """One line for each mix of layers and capacity."""
+    """Return one line for each mix of layers and capacity."""
     page_size, policy = words.page_size, words.radix_eviction_policy
     rows = [
         WindowedRow(
@@ -77,7 +77,7 @@ def _windows(trace: Trace, words: argparse.Namespace) -> str:
 
 
 def _states(trace: Trace, words: argparse.Namespace) -> str:
-    """A line for each capacity and share; draws the picture if requested."""
+    """Return a line for each capacity and share; draw the picture if requested."""
     page_size, policy = words.page_size, words.radix_eviction_policy
     rates = {
         capacity: recurrent_hit_rates(

@@ -57,7 +57,7 @@ class Outcome(NamedTuple):
 
 
 def tenant_of(request: TracedRequest) -> Tenant:
-    """The tenant of a request's conversation."""
+    """Return the tenant of a request's conversation."""
     # The first block is a system prompt that all have in common.
     conversation = request.block_ids[min(1, len(request.block_ids) - 1)]
     number = conversation % (SHARE + NUM_TENANTS - 1)

@@ -35,7 +35,7 @@ class RecurrentMix(NamedTuple):
     interval: int  # tokens between snapshots, beside prompts' ends and branches
 
     def num_snapshots(self, kv_tokens: int, share: float) -> int:
-        """Snapshots that take `share` of the bytes that the KV of so many tokens takes."""
+        """Return the snapshots that take `share` of the bytes of the KV of `kv_tokens` tokens."""
         return max(int(share * kv_tokens) // self.snapshot_tokens, 1)
 
 
@@ -61,9 +61,9 @@ def recurrent_hit_rates(
     page_size: int,
     policy: str,
 ) -> RecurrentRates:
-    """Hit rates with snapshots of shares of the KV's bytes, and with all states.
+    """Return hit rates with snapshots of shares of the KV's bytes, and with all states.
 
-    `capacity` counts blocks of 512 tokens of KV: longer prompts are left out.
+    `capacity` counts blocks of 512 tokens of KV; longer prompts are left out.
     """
     if BLOCK_TOKENS % page_size:
         raise ValueError(f"the page size must divide {BLOCK_TOKENS}, got {page_size}")
@@ -149,8 +149,8 @@ class StatesReplay:
         return found
 
     def _lengths_to_keep(self, matchable: Int32Array) -> set[int]:
-        """Lengths with a snapshot, as in an engine: the last whole page, the branch off the tree,
-        and each multiple of the interval."""
+        """Return the lengths with a snapshot, as in an engine: the last whole page, the branch off
+        the tree, and each multiple of the interval."""
         page_size, interval = self.sizes.page_size, self.sizes.snapshot_interval
         cursor = self.memory.cache.cursors.follow(matchable, "")
         branch = cursor.matched
@@ -160,7 +160,7 @@ class StatesReplay:
 
 
 def recurrent_table(rates: Mapping[int, RecurrentRates]) -> str:
-    """A line for each capacity and share of snapshots."""
+    """Return a line for each capacity and share of snapshots."""
     lines = [f"{'blocks of 512':>13}  {'bytes to KV':>11}  {'all states':>10}  found  ratio"]
     for blocks, of_blocks in rates.items():
         for share, rate in of_blocks.by_share.items():

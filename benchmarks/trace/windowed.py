@@ -50,9 +50,10 @@ class WindowedRate(NamedTuple):
 def windowed_hit_rates(
     trace: Trace, capacity: int, mix: LayerMix, *, page_size: int, policy: str
 ) -> WindowedRate:
-    """The shares that trees with the windows of `mix`, and with layers that keep everything, serve.
+    """Return the shares of prompt tokens served by trees with the windows of `mix` and without
+    windows.
 
-    `capacity` counts blocks of 512 tokens, of all layers: longer prompts are left out of both.
+    `capacity` counts blocks of 512 tokens, of all layers. Longer prompts are left out of both.
     """
     if BLOCK_TOKENS % page_size:
         raise ValueError(f"the page size must divide {BLOCK_TOKENS}, got {page_size}")
@@ -65,7 +66,8 @@ def windowed_hit_rates(
 
 
 def _pools(mix: LayerMix, num_pages: int) -> tuple[tuple[CacheGroup, ...], list[int]]:
-    """The groups of a mix and their pools, in the memory of `num_pages` pages of all its layers."""
+    """Return the groups of a mix and their pools, in the memory of `num_pages` pages of all its
+    layers."""
     if not mix.window_share:
         num_groups = 2 * num_pages
         return (CacheGroup(None), CacheGroup(mix.sliding_window)), [num_groups]
@@ -142,7 +144,7 @@ class WindowedRow(NamedTuple):
 
 
 def windowed_table(rows: Sequence[WindowedRow]) -> str:
-    """A line for each mix and capacity."""
+    """Return a table with a line for each mix and capacity."""
     width = max(len(row.layers) for row in rows)
     lines = [f"{'layers':<{width}}  blocks of 512  all kept  windows  ratio"]
     for row in rows:
