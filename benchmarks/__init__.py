@@ -1,4 +1,4 @@
-"""Measurements and tools of the developers, beside the package: run them from the repository root.
+"""Developers' measurements and tools, outside the package. Run them from the repository root.
 
 - `python -m benchmarks.host`: processor time of scheduling and memory, without a device
 - `python -m benchmarks.host.loading`: memory and time of loading, as stored and quantized

@@ -40,8 +40,7 @@ SERVER_SETTINGS = (
 def kv_absmax(
     args: ServerArgs, prompts: Sequence[list[int]], output_len: int
 ) -> tuple[Float32Array, Float32Array]:
-    """Return the greatest |K| and |V| over all prompts and their answers, [layers, kv_heads]
-    each."""
+    """Return the greatest |K| and |V| over prompts and answers, [layers, kv_heads] each."""
     config = ModelConfig.from_path(args.model_path)
     longest = max(map(len, prompts)) + output_len
     page_size = args.page_size or TPU_PAGE_SIZE  # the larger default, on TPU

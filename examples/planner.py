@@ -1,4 +1,4 @@
-"""Find the slices of a TPU that have room for a model, without a TPU.
+"""Find the TPU slices with room for a model, without a TPU.
 
 It needs the extra `tpu` on Linux (x86-64). It counts memory only, so it compiles nothing;
 `sgl-jax plan` also compiles the steps and estimates their times. It prints:

@@ -1,7 +1,7 @@
 """Get an answer as an object of a class: the output is JSON by the class's schema.
 
-It needs a server (`scripts/serve`). Its URL is an optional argument. The demonstration model knows
-no JSON, so the number is wrong, but it is a number within the limits:
+It needs a server (`scripts/serve`). Its URL is an optional argument. The demonstration model was
+not trained on JSON, so the number is wrong, but it is within the limits:
 
     result=1
 """

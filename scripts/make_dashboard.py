@@ -2,7 +2,7 @@
 
     python scripts/make_dashboard.py
 
-A test compares the file with this script's result, and its metrics with the exported ones.
+A test compares the file with this script's result, and its metrics with the exported metrics.
 """
 
 import json
@@ -210,7 +210,6 @@ def _variables() -> list[dict[str, Any]]:
 
 
 def text() -> str:
-    """Return the file's text."""
     return json.dumps(dashboard(), indent=1) + "\n"
 
 

@@ -8,9 +8,9 @@ For each model, or those named, it writes a Hugging Face folder and `golden.npz`
     prompt [n]            token ids
     prompt_logits [n, V]  logits of every prompt position
     greedy [m]            the tokens that greedy decoding appends
-    greedy_logits [m, V]  the logits each of them was chosen from
+    greedy_logits [m, V]  the logits from which each of them was chosen
 and for models with recurrences `long.npz`, the same of a prompt of several chunks of the delta
-rule, with `prompt_logits` of its last positions alone.
+rule, with `prompt_logits` of only its last positions.
 """
 
 import json
@@ -154,7 +154,7 @@ MODELS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig]] = {
             tie_word_embeddings=False,
         ),
     ),
-    # Dense layers among those with experts: a period of two, twice, and then three dense ones.
+    # Dense layers between layers with experts: a period of two, twice, and then three dense layers.
     "qwen3_moe_mixed": (
         Qwen3MoeForCausalLM,
         Qwen3MoeConfig(
@@ -209,7 +209,7 @@ MODELS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig]] = {
         Qwen3NextForCausalLM,
         Qwen3NextConfig(**HYBRID | SHARED_EXPERT | {"num_hidden_layers": 8}),
     ),
-    # A convolution of another size, and a scan segment that is no whole period.
+    # A convolution of another size, and a scan segment that is not a whole period.
     "qwen3_5": (
         Qwen3_5ForCausalLM,
         Qwen3_5TextConfig(
@@ -218,7 +218,7 @@ MODELS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig]] = {
         ),
     ),
     "qwen3_5_moe": (Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig(**HYBRID | SHARED_EXPERT)),
-    # Latents, from here on. Queries without a latent of their own, as of V2-Lite.
+    # Models with latents follow. Here queries have no latent, as in V2-Lite.
     "deepseek_v2_lite": (
         DeepseekV2ForCausalLM,
         DeepseekV2Config(
@@ -292,7 +292,7 @@ FROM_ZERO = (Gemma3ForCausalLM, Qwen3NextForCausalLM, Qwen3_5ForCausalLM, Qwen3_
 
 
 def randomise(model: PreTrainedModel) -> None:
-    """Give norms and biases values too, or a test could not detect that they are unused.
+    """Give norms and biases random values too, so that tests detect if they are unused.
 
     Recurrences forget slowly enough that a prompt's first tokens matter at its end.
     """
@@ -312,8 +312,7 @@ def randomise(model: PreTrainedModel) -> None:
 
 
 def packed_experts(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return random MXFP4 tensors for the experts' matrices, and set the model's weights to their
-    values."""
+    """Return random MXFP4 for the experts' matrices, and give the model its values."""
     tensors = {}
     for name, weight in model.named_parameters():
         if name.endswith(("gate_up_proj", "down_proj")):
@@ -327,7 +326,7 @@ def packed_experts(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def save_packed(folder: Path, packed: dict[str, torch.Tensor]) -> None:
-    """Put packed experts in the place of those in a saved model."""
+    """Replace the experts in a saved model by the packed tensors."""
     replaced = {name.rsplit("_", 1)[0] for name in packed}
     file, config = folder / "model.safetensors", folder / "config.json"
     kept = {name: own for name, own in load_file(file).items() if name not in replaced}

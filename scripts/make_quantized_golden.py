@@ -9,13 +9,13 @@ fields of make_golden.py, in float32, of a model that computes in float64. Its m
 that the tensors stand for, and its modules' inputs are quantized where the scheme quantizes
 activations: rounded to the nearest number, ties to the even one.
 
-A token's int8 scale is its largest magnitude over 127, as serving engines have it. In
-compressed-tensors it is over 127.5, which puts that largest number on the boundary of two
-roundings, so that float32 and float64 disagree by a step. The block-scaled fp8 reference quantizes
-no activations, and that of `ct_fp8_kv_scales` rounds nothing in its cache.
+A token's int8 scale is its largest magnitude over 127, as in serving engines. In compressed-tensors
+it is over 127.5, which puts that largest number on the boundary of two roundings, so that float32
+and float64 disagree by a step. The block-scaled fp8 reference does not quantize activations, and
+that of `ct_fp8_kv_scales` does not round its cache.
 
-It prints each folder's tensors of the first layer (and first expert), and the largest difference
-of the prompt's logits in float32, and of those of transformers' own loader where it has one.
+It prints each folder's tensors of the first layer (and first expert), and the largest difference of
+the prompt's logits in float32, and of the logits of transformers' loader where it has one.
 """
 
 import json
@@ -88,7 +88,7 @@ class Scheme(NamedTuple):
     decode: Callable[[Tensors], torch.Tensor]
     ignored: tuple[str, ...] = ("lm_head",)
     activations: QuantizationArgs | None = None
-    dtype: torch.dtype = torch.bfloat16  # of all that is not quantized
+    dtype: torch.dtype = torch.bfloat16  # of unquantized tensors
     loads: bool = False  # transformers can load the folder on a CPU
 
 
@@ -113,7 +113,7 @@ def compressed(
         kv_cache_scheme=kv_cache,
     ).to_dict()
     written = {"version": "0.20.0", "sparsity_config": {}, "transform_config": {}} | quantization
-    # transformers 5.24 expects zeros of another shape, and experts that are not quantized.
+    # transformers 5.24 expects zeros of another shape, and unquantized experts.
     loads = weights.symmetric and config.model_type == "qwen3"
     return Scheme(
         config,
@@ -142,8 +142,7 @@ def in_order(_: str, size: int) -> torch.Tensor:
 
 
 def act_order(module: str, size: int) -> torch.Tensor:
-    """Return groups of rows by importance; modules that read the same input have the same
-    groups."""
+    """Return groups of rows by importance, equal for modules that read the same input."""
     layer = int(re.findall(r"layers\.(\d+)", module)[0])
     reads = {"o_proj": 1, "gate_proj": 2, "up_proj": 2, "down_proj": 3}
     seed = 4 * layer + reads.get(module.rsplit(".", 1)[1], 0)
@@ -219,7 +218,7 @@ WRITTEN_BY_DEEPSEEK = {
     "quant_method": "fp8",
     "weight_block_size": [128, 128],
 }
-# Blocks are cut by the ends of both latents, and lie across the rows of two heads.
+# Blocks are cut by the ends of both latents, and span the rows of two heads.
 LATENTS = {
     "head_dim": 8,
     "kv_lora_rank": 160,

@@ -145,7 +145,6 @@ _BODIES: tuple[tuple[str, type[StrictModel]], ...] = (
 
 
 def render() -> str:
-    """Return the whole page."""
     sections = [_section(title, body) for title, body in _BODIES if body.model_fields]
     return "\n".join([_HEAD, *sections, *_unserved_sections()])
 

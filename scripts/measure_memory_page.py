@@ -1,8 +1,8 @@
-"""Time of the first paint of the memory view's page, and its frames a second: prints both.
+"""Measure the time of the first paint of the memory view's page, and its frames per second.
 
     python scripts/measure_memory_page.py [--ranks 8] [--pages 65536] [--chromium /usr/bin/chromium]
 
-It needs the extra `browser` and Chromium. A server of its own sends ten frames a second, prepared
+It needs the extra `browser` and Chromium. A separate server sends ten frames per second, prepared
 before the measurement so that it takes no time from the browser: requests take and return pages.
 """
 

@@ -1,8 +1,8 @@
-"""Encoders of quantized weights for make_quantized_golden.py, and decoders that share nothing.
+"""Encoders of quantized weights for make_quantized_golden.py, and independent decoders.
 
-Every encoder takes a matrix [out, in] in float32 and returns the tensors that a published
-checkpoint holds in its place, by the last part of their names. Every decoder takes those tensors
-and returns the matrix in float64; it is the reference.
+Every encoder takes a matrix [out, in] in float32 and returns the tensors that replace it in a
+published checkpoint, by the last part of their names. Every decoder takes those tensors and returns
+the matrix in float64; it is the reference and shares no code with the encoders.
 """
 
 import numpy as np
@@ -21,8 +21,7 @@ BLOCK = 128
 
 
 def encode_compressed(weight: torch.Tensor, scheme: QuantizationScheme) -> Tensors:
-    """Encode with compressed-tensors: its observers' minimum and maximum, its scales and its
-    packers."""
+    """Encode with compressed-tensors: its observers' minimum and maximum, scales and packers."""
     args = scheme.weights
     scale, zero_point = calculate_qparams(*extremes(weight, args), args)
     state = {"weight": weight, "weight_scale": scale.bfloat16()}
@@ -62,8 +61,10 @@ def decode_plain(tensors: Tensors) -> torch.Tensor:
 
 
 def decode_packed(tensors: Tensors) -> torch.Tensor:
-    """Decode 4 bits with an offset of 8: eight columns a word, low bits first; zeros eight rows a
-    word."""
+    """Decode 4 bits with an offset of 8.
+
+    Words have eight columns, low bits first; words of zeros have eight rows.
+    """
     out, size = tensors["weight_shape"].tolist()
     scale = tensors["weight_scale"].double().numpy()
     values = nibbles(tensors["weight_packed"]).reshape(out, size) - 8.0
@@ -87,8 +88,7 @@ def pack(values: torch.Tensor) -> torch.Tensor:
 
 
 def encode_blocks(weight: torch.Tensor) -> Tensors:
-    """Encode as fp8 with a float32 factor for each block of 128 rows and columns; edge blocks are
-    cut."""
+    """Encode as fp8 with a float32 factor per block of 128 rows and columns, cut at edges."""
     out, size = weight.shape
     padded = torch.nn.functional.pad(weight, (0, -size % BLOCK, 0, -out % BLOCK))
     blocks = padded.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
@@ -147,8 +147,10 @@ def decode_awq(tensors: Tensors) -> torch.Tensor:
 
 
 def encode_gptq(weight: torch.Tensor, group_of: torch.Tensor, symmetric: bool) -> Tensors:
-    """Encode as GPTQ: eight input rows a word; zeros minus one, eight output columns a word; rows'
-    groups."""
+    """Encode as GPTQ, with the group of each row.
+
+    Words have eight input rows; words of zeros minus one have eight output columns.
+    """
     values, zeros, scale = encode_groups(weight, group_of, symmetric)
     return {
         "qweight": pack(values.unflatten(0, (-1, 8)).transpose(1, 2)),

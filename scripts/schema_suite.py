@@ -1,4 +1,4 @@
-"""Asks a server for answers by many JSON schemas, and validates each answer that came to its end.
+"""Request answers by many JSON schemas, and validate each answer that ended by itself.
 
     scripts/schema_suite.py FOLDER [--url http://127.0.0.1:30000]
 
@@ -23,8 +23,7 @@ _LONGEST_REASON = 100  # characters
 
 
 def schemas_in(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the description and schema of each group in the files; skip schemas that are not
-    objects."""
+    """Yield description and schema of each group in the files; skip non-object schemas."""
     for file in sorted(folder.glob("*.json")):
         for group in json.loads(file.read_text()):
             if isinstance(group["schema"], dict):

@@ -30,8 +30,7 @@ def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Compute causal attention of scaled q [B, T, H, D] over k and v [B, T, KV, D]: [B, T, H *
-    D]."""
+    """Compute causal attention of scaled q [B, T, H, D] over k, v [B, T, KV, D]: [B, T, H * D]."""
     batch, length, kv_heads, dim = k.shape
     q = q.reshape(batch, length, kv_heads, -1, dim)
     scores = jnp.einsum("btkgd,bskd->bkgts", q, k)

@@ -1,6 +1,6 @@
 """The EAGLE-3 head of the dense demonstration model, for ``train_draft_layer``.
 
-Its parameters have the names that published heads have: a checkpoint of its own.
+The head is a separate checkpoint. Its parameters have the names of published heads.
 """
 
 from typing import Any, NamedTuple
@@ -24,12 +24,11 @@ class Eagle3Head(NamedTuple):
     """The shape of the head, which is a layer of its model's shape."""
 
     model: DenseQwen3
-    token_ids: tuple[int, ...]  # of the columns of its logits, ascending
+    token_ids: tuple[int, ...]  # token of each column of its logits, ascending
 
     @property
     def captured(self) -> tuple[int, int, int]:
-        """Return the model's layers whose inputs the head reads. The published choice needs seven
-        layers."""
+        """Return the layers whose inputs the head reads; the published choice needs seven."""
         return 1, 2, 3
 
     def init_draft_params(self, key: jax.Array) -> Params:
@@ -75,10 +74,11 @@ class Eagle3Head(NamedTuple):
         positions: jax.Array,
         num_passes: int,
     ) -> list[jax.Array]:
-        """Return the head's logits of each pass, [B, T, columns]. Logits at t predict the token at
-        t + 2.
+        """Return the head's logits of each pass, [B, T, columns]; at t, of the token at t + 2.
 
-        Passes after the first read the keys and values that `HybridQwen35.draft_logits` describes.
+        The first pass reads the model's captured states at t. Each later pass reads the result of
+        the previous pass at t - 1, and the keys and values of earlier passes at the positions that
+        these guessed, and of the first pass before them.
         """
         eps, batch, dim = self.model.rms_norm_eps, tokens.shape, self.model.head_dim
         after = jnp.roll(tokens, -1, axis=1)

@@ -31,15 +31,14 @@ class TaskScore(NamedTuple):
 
     @property
     def accuracy(self) -> float:
-        """Share of right answers, 0 to 1."""
+        """Return the share of right answers, 0 to 1."""
         return self.num_right / self.num_asked
 
 
 async def ask_all(
     client: AsyncOpenAI, model: str, questions: Sequence[Question], max_concurrency: int
 ) -> list[str]:
-    """Return replies in the questions' order; at most ``max_concurrency`` requests run at a
-    time."""
+    """Return replies in the questions' order; send at most ``max_concurrency`` at a time."""
     permits = asyncio.Semaphore(max_concurrency)
 
     async def ask(question: Question) -> str:
@@ -90,7 +89,7 @@ def passes(scores: Sequence[TaskScore], min_overall: float, min_task: float) -> 
 
 
 async def evaluate(args: argparse.Namespace) -> bool:
-    """Print the scores and some wrong answers; returns true if the thresholds are reached."""
+    """Print the scores and some wrong answers; return true if the thresholds are reached."""
     questions = held_out_questions(args.num_questions, args.seed, tasks=tuple(args.tasks))
     base_url = f"{args.base_url.rstrip('/')}/v1"
     async with AsyncOpenAI(

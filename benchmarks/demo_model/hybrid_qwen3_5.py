@@ -163,14 +163,11 @@ class HybridQwen35(NamedTuple):
         positions: jax.Array,
         num_passes: int,
     ) -> list[jax.Array]:
-        """Return the draft layer's logits of each pass, [B, T, vocab]. Logits at t predict the
-        token at t + 2.
+        """Return the draft layer's logits of each pass, [B, T, vocab]; at t, of the token at t + 2.
 
         The first pass reads the model's `hidden` at t. Each later pass reads the result of the
-        previous
-        pass at t - 1, and the keys and values that a server has then: those of earlier passes at
-        the
-        positions that these passes guessed, and those of the first pass before them.
+        previous pass at t - 1, and the keys and values that a server has then: those of earlier
+        passes at the positions that these passes guessed, and those of the first pass before them.
 
         Args:
             hidden: the model's hidden states, [B, T, hidden].
@@ -293,8 +290,7 @@ def _initial(name: str, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
 
 
 def causal_conv(u: jax.Array, weight: jax.Array) -> jax.Array:
-    """Convolve each channel of u [B, T, C] separately over its last K tokens, with weight [C,
-    K]."""
+    """Convolve each channel of u [B, T, C] over its last K tokens, with weight [C, K]."""
     width = weight.shape[1]
     padded = jnp.pad(u, ((0, 0), (width - 1, 0), (0, 0)))
     taps = (padded[:, i : i + u.shape[1]] * weight[:, i] for i in range(width))

@@ -48,8 +48,7 @@ CHAT_TEMPLATE = """\
 def plain_messages(
     messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
 ) -> list[Message]:
-    """Return messages with only role and content: tools listed in the system message, calls as
-    text.
+    """Return messages with role and content only: calls as text, tools in the system message.
 
     `CHAT_TEMPLATE` renders the same text from messages with tools.
     """

@@ -2,10 +2,10 @@
 
     python -m benchmarks.demo_model.precision [--model-path models/demo] [--num-questions 800]
 
-Asks held-out questions of the demonstration tasks with each format of weights (`--quantization`)
-and each kind of cache, in float32 otherwise, and compares with float32: the greedy answers, and the
-log-probabilities of all tokens of the questions and of their right answers. Prompts are computed in
-chunks of 128 tokens, so that most tokens read a cache.
+Sends held-out questions of the demonstration tasks to an engine with each format of weights
+(`--quantization`) and each kind of cache, in float32 otherwise. Compares with float32: the greedy
+answers, and the log-probabilities of all tokens of the questions and of their right answers.
+Prompts are computed in chunks of 128 tokens, so that most tokens read a cache.
 """
 
 import argparse
@@ -38,7 +38,7 @@ class Answers(NamedTuple):
 def ask(
     model_path: str, num_questions: int, seed: int, tasks: Sequence[str] = TASKS, **formats: Any
 ) -> Answers:
-    """Ask an engine with given formats: `quantization`, `kv_cache_dtype`, `kv_cache_scales`."""
+    """Ask an engine with formats `quantization`, `kv_cache_dtype` and `kv_cache_scales`."""
     questions = held_out_questions(num_questions, seed=seed, tasks=tuple(tasks))
     with Engine(
         model_path,

@@ -1,16 +1,17 @@
-"""Tokens of a decode step with drafts, which must change no answer.
+r"""Tokens per decode step with drafts. Drafts must not change any answer.
 
     python -m benchmarks.demo_model.speculation --num-questions 40
-    python -m benchmarks.demo_model.speculation --model-path models/demo_hybrid \\
+    python -m benchmarks.demo_model.speculation --model-path models/demo_hybrid \
         --speculative-algorithm MTP --num-draft-tokens 3 --answer-tokens 200
-    python -m benchmarks.demo_model.speculation --speculative-algorithm EAGLE3 \\
+    python -m benchmarks.demo_model.speculation --speculative-algorithm EAGLE3 \
         --speculative-draft-model-path models/demo_eagle3
 
-Runs a demonstration model's questions twice, with and without drafts, one at a time and
-each step's result read before the next, so that every decode step serves one request. A first run
-of a single token measures the prefill apart. Exits with 1 if any output differs or the tasks
-together yield fewer tokens per decode step than required. The speed-up covers the whole answer,
-prefill included; on a CPU, verifying n-gram drafts costs about as much time as it saves.
+Runs a demonstration model's questions twice, with and without drafts. Questions run one at a time,
+and each step's result is read before the next step, so that every decode step serves one request. A
+first run of a single token measures the prefill separately. Exits with 1 if any output differs or
+if all tasks together yield fewer tokens per decode step than required. The speed-up covers the
+whole answer with its prefill; on a CPU, verifying n-gram drafts costs about as much time as it
+saves.
 """
 
 import argparse
@@ -63,7 +64,6 @@ class Comparison(NamedTuple):
         return self.drafting.tokens_per_step / self.plain.tokens_per_step
 
     def line(self) -> str:
-        """Return the line of the table."""
         drafting = self.drafting
         accepted = drafting.num_accepted / max(drafting.num_drafted, 1)
         return (
@@ -94,7 +94,7 @@ def compare(
 
     Args:
         answer_tokens: the length of each answer; None: an answer ends with its end token.
-        settings: of both engines, beside how steps overlap; by default of the dense model.
+        settings: settings of both engines, except how steps overlap; default: the dense model.
     """
     settings = {"model_path": str(DEMO_MODEL)} | settings
     drafts = {
@@ -123,7 +123,7 @@ def _sum(runs: Sequence[Run]) -> Run:
 def _run_all(
     num_questions: int, seed: int, sampling: SamplingParams, settings: dict[str, Any]
 ) -> dict[str, Run]:
-    """Return a run of each task, by task."""
+    """Run every task; return the runs by task."""
     with Engine(
         max_running_requests=1,
         disable_overlap_schedule=True,

@@ -152,8 +152,7 @@ class Question(NamedTuple):
 
 
 def split_of(key: str) -> Split:
-    """Return the split of an item by its hash: one tenth is valid, one tenth test, the rest
-    train."""
+    """Return the split of an item by its hash: one tenth valid, one tenth test, the rest train."""
     bucket = hashlib.blake2b(key.encode(), digest_size=1).digest()[0] % 10
     return "test" if bucket == 0 else "valid" if bucket == 1 else "train"
 
@@ -284,7 +283,6 @@ class DialogueWriter:
         return self._invented_name()
 
     def _invented_name(self) -> str:
-        """Invent a name of this split."""
         while True:
             syllables = self.rng.choice((2, 2, 3))
             name = "".join(
@@ -304,8 +302,7 @@ class DialogueWriter:
         return (", " if self.rng.random() < 0.2 else " ").join(digits)
 
     def _vary(self, text: str, end: bool = True) -> str:
-        """Return the text, sometimes with a lower-case first letter or no final mark, as people
-        type."""
+        """Lower the first letter or drop the final mark sometimes, as people type."""
         first_word = re.split(r"\W", text, maxsplit=1)[0]
         is_name = any(first_word == name for name, _ in self.facts)
         if not is_name and self.rng.random() < 0.15:

@@ -1,8 +1,8 @@
-"""Train a demonstration model on a CPU, from nothing, in about an hour.
+"""Train a demonstration model on a CPU, from random weights, in about an hour.
 
-``--model dense`` is the Qwen3 of ``models/demo`` (``dense_qwen3`` beside this file), ``--model
+``--model dense`` is the Qwen3 of ``models/demo`` (``dense_qwen3`` in this folder), ``--model
 hybrid`` the Qwen3.5 of ``models/demo_hybrid`` (``hybrid_qwen3_5``). The data are the dialogues of
-``dialogues``, whose tasks are in ``tasks``.
+``dialogues`` with the tasks of ``tasks``.
 
 An interrupted run continues from its last checkpoint when started again with the same arguments.
 Needs the extra ``train`` (optax). Never imported by the server.
@@ -67,7 +67,7 @@ USER_TOKEN_WEIGHT = 0.01
 DRILL_SHARE = 0.7
 # Share of the dialogues in which the tool is offered.
 TOOL_SHARE = 0.25
-# A model that has learned already goes on from this share of the curriculum, at this rate.
+# A trained model continues from this share of the curriculum, at this rate.
 _CONTINUED_FROM, _CONTINUED_RATE = 0.45, 0.3
 # Positions are stretched to at most this, so that far-away facts are seen at a short length's cost.
 MAX_TRAINED_POSITION = 2048
@@ -197,10 +197,10 @@ def predict(params: Params, tokens: jax.Array, positions: jax.Array, config: Con
 def accuracy_by_task(
     params: Params, tokenizer: Tokenizer, config: Config, split: Split, per_task: int, seed: int
 ) -> dict[str, float]:
-    """Share of questions with the right answer in greedy decoding, by task.
+    """Return the share of questions with the right answer in greedy decoding, by task.
 
-    No decoding loop is needed: the greedy answer is the right one exactly when, fed the right
-    answer, every token of it is the most likely one.
+    No decoding loop is needed: the greedy answer is the right one exactly if, fed the right answer,
+    every token of it is the most likely one.
     """
     scores = {}
     for task in (*TASKS, *TOOL_TASKS):
@@ -235,8 +235,7 @@ def steer_mix(scores: dict[str, float]) -> dict[str, float]:
 def make_optimizer(
     params: Params, num_steps: int, scale: float = 1.0
 ) -> optax.GradientTransformation:
-    """Return Muon for the matrices and AdamW for the rest: warm-up, a constant rate, a linear
-    decay.
+    """Return Muon for matrices and AdamW for the rest: warm-up, constant rate, linear decay.
 
     `scale` multiplies all rates.
 
@@ -367,7 +366,6 @@ def evaluate_and_export(
 
 
 def main() -> None:
-    """Read the command line and train."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=MODELS, default="dense")
     parser.add_argument("--output", type=Path, help="a folder other than the model's in models/")

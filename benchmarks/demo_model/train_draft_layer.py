@@ -3,10 +3,10 @@
     python -m benchmarks.demo_model.train_draft_layer --model hybrid
     python -m benchmarks.demo_model.train_draft_layer --model dense
 
-The hybrid gets a draft layer of its own (`mtp.` in its file), the dense model an EAGLE-3 head in a
-folder beside it. The model stays as it is: the layer learns the model's own distribution of the
-token after the next one, on the dialogues that trained the model, and from its own results the
-distributions of further ones. Needs the extra ``train`` (optax).
+The hybrid gets a draft layer (`mtp.`) in its file, the dense model an EAGLE-3 head in a separate
+folder next to the model's. The model does not change. The layer learns the model's distribution of
+the token after the next one, on the dialogues that trained the model, and from its results the
+distributions of the following tokens. Needs the extra ``train`` (optax).
 """
 
 import argparse
@@ -33,11 +33,11 @@ from benchmarks.demo_model.train import MODELS, Batch, make_optimizer, read_para
 
 logger = logging.getLogger("benchmarks.demo_model")
 
-# The share of the model's own curriculum that has dialogues of 128 and 256 tokens, and the part of
-# its batches that suffices here.
+# The share of the model's curriculum with dialogues of 128 and 256 tokens, and the part of its
+# batches that suffices here.
 _PROGRESS, _PART = 0.4, 2
-_NUM_PASSES = 3  # drafts whose distributions are learned; a server may draft more
-_NUM_DRAFTED, _COUNTED_BATCHES = 512, 100  # tokens that the head drafts: the most frequent ones
+_NUM_PASSES = 3  # drafts in training; a server may draft more
+_NUM_DRAFTED, _COUNTED_BATCHES = 512, 100  # the head drafts the most frequent tokens
 HEAD_FOLDER = Path("models/demo_eagle3")
 
 Drafting = HybridQwen35 | Eagle3Head
@@ -139,7 +139,6 @@ def _change_json(path: Path, changes: dict[str, Any], *, indent: int) -> None:
 
 
 def main() -> None:
-    """Read the command line and train."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=sorted(MODELS), default="hybrid")
     parser.add_argument("--steps", type=int, default=300)

@@ -1,9 +1,9 @@
 """The engine loop's cost on top of the device's: `python -m benchmarks.device`.
 
-Serves a batch of decoding requests through the whole engine loop (scheduler, executor, overlap;
-no HTTP) and divides its tokens per second by the rate of the bare jitted step, run in a loop with
-the same batch at the middle of its context. Both run in one process, the bare loop before and
-after, so that a machine whose speed drifts affects the ratio least.
+Serves a batch of decoding requests through the whole engine loop (scheduler, executor, overlap; no
+HTTP) and divides its tokens per second by the rate of the bare jitted step, run in a loop with the
+same batch at the middle of its context. Both run in one process, the bare loop before and after, so
+that a drift of the machine's speed affects the ratio least.
 """
 
 import argparse
@@ -59,8 +59,7 @@ class SteadyLoad:
         self._num_unfinished -= sum(output.finish is not None for output in message.outputs)
 
     def tokens_per_second(self) -> float:
-        """Return tokens per second of the steps that decoded the whole batch, without the first
-        eight."""
+        """Return tokens per second of the steps that decoded the whole batch, less the first 8."""
         ends = self.step_ends[8:]
         return self._batch_size * (len(ends) - 1) / (ends[-1] - ends[0])
 

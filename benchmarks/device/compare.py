@@ -3,13 +3,14 @@
     python -m benchmarks.device.compare schema [--batch-size 8] [--output-len 128]
     python -m benchmarks.device.compare windows [--window 128] [--prompt-len 512]
 
-`schema`: one engine, without and with a JSON schema, of an array longer than the output. Its cost
+`schema`: one engine, without and with a JSON schema of an array longer than the output. Its cost
 does not grow with the model: the smaller the model, the greater its share of a step.
+
 `windows`: two engines of one model with random weights, without windows and with a sliding window
-on every second layer. Any model whose `config.json` has `layer_types` and `sliding_window` will do.
+on every second layer. The model's `config.json` must have `layer_types` and `sliding_window`.
 
 A block is a batch of requests, from submission to the last token. Blocks come in the order A B B A,
-in one process, so that a machine whose speed drifts spoils the ratio least.
+in one process, so that a drift of the machine's speed affects the ratio least.
 """
 
 import argparse
@@ -117,9 +118,11 @@ def with_schema(options: argparse.Namespace) -> Iterator[tuple[Serve, Serve]]:
 
 @contextmanager
 def with_windows(options: argparse.Namespace) -> Iterator[tuple[Serve, Serve]]:
-    """Yield functions that serve without and with windows, on two engines; prompts are random and
-    never cached."""
-    # The second engine compiles its programs while the first is ready, which is no defect here.
+    """Yield functions that serve without and with windows, on two engines.
+
+    Prompts are random and in no cache.
+    """
+    # The second engine compiles its programs while the first is ready, which is expected here.
     logging.getLogger("sgl_jax.executor.compile_watch").setLevel(logging.CRITICAL)
     context_len = 2 * (options.prompt_len + options.output_len)
 
@@ -155,12 +158,11 @@ def with_windows(options: argparse.Namespace) -> Iterator[tuple[Serve, Serve]]:
 
 
 def write_models(model_path: Path, window: int, folder: Path) -> tuple[Path, Path]:
-    """Write the model's config without windows, and with one on every second layer from the first
-    on.
+    """Write the model's config without windows, and with one on every second layer.
 
     Args:
         model_path: a model whose config has `layer_types`.
-        window: window size in tokens, including the query's.
+        window: window size in tokens, including the query's; the first layer has a window.
         folder: existing folder, in which a folder for each model is created.
     """
     config = json.loads((model_path / "config.json").read_text())

@@ -1,15 +1,16 @@
 """Gaps in streams at the first structured request: `python -m benchmarks.device.compile_gap`.
 
-An engine core serves some streams. A request with a grammar arrives while its programs are compiled
-beside the loop, each shape's made to take `--compile-s` longer. The longest gaps between two tokens
-of a stream are compared with the gaps in an equal time afterwards, when nothing is compiled.
-
     python -m benchmarks.device.compile_gap [--model-path DIR] [--streams 4] [--compile-s 5]
 
-Cyclic garbage is collected as in the engine process, between steps: a search that Python begins in
-the compiling thread stops all streams for a fifth of a second. XLA's own work takes cores and
-threads that a CPU's steps need too, unlike an accelerator's. The second run finds all programs in
-the compilation cache, and shows how the loop alone fares.
+An engine core serves some streams. A request with a grammar arrives, and its programs are compiled
+in another thread; each compilation takes `--compile-s` longer than usual. The longest gaps between
+two tokens of a stream are compared with the gaps in an equal time afterwards, when nothing is
+compiled.
+
+Cyclic garbage is collected between steps, as in the engine process: a collection that Python starts
+in the compiling thread stops all streams for a fifth of a second. On a CPU, XLA's compilation takes
+cores and threads that steps need too; on an accelerator it does not. The second run finds all
+programs in the compilation cache and shows the gaps of the loop without compilation.
 """
 
 import argparse
@@ -55,21 +56,19 @@ class Streams:
         self._channel.inbox.put(GenerateRequest(rid=rid, input_ids=[5, 6, 7], sampling=params))
 
     def run_structured(self) -> tuple[float, float]:
-        """Send a request with a grammar; returns when that was, and when it ended."""
+        """Send a request with a grammar; return the times at which it was sent and ended."""
         start_s = time.perf_counter()
         self.submit(_STRUCTURED, max_new_tokens=16, regex="[0-9]{8}")
         self._structured_ended.wait()
         return start_s, time.perf_counter()
 
     def gaps_ms(self, start_s: float, end_s: float) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Return the milliseconds between tokens of the unstructured streams in that time,
-        ascending."""
+        """Return milliseconds between tokens of unstructured streams in that time, ascending."""
         streams = [np.array(times) for rid, times in self._times_s.items() if rid != _STRUCTURED]
         within = [times[(times >= start_s) & (times < end_s)] for times in streams]
         return np.sort(1e3 * np.concatenate([np.diff(times) for times in within]))
 
     def close(self) -> None:
-        """End the loop."""
         self._channel.inbox.put(Shutdown())
         self._loop.join()
 

@@ -23,7 +23,6 @@ def all_timings(repeats: int) -> Iterator[Timing]:
 
 
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description=host.__doc__)
     parser.add_argument("--quick", action="store_true", help="10 repeats of each instead of 200")
     repeats = 10 if parser.parse_args().quick else 200

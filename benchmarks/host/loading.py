@@ -1,9 +1,9 @@
 """Memory and time of loading: `python -m benchmarks.host.loading [--chips N]`.
 
 Writes a checkpoint of random bfloat16 weights (Qwen3's form, 28 layers of 1,024) to a temporary
-folder, and loads it as it is and quantized, each in a process of its own. The memory beyond the
-arrays that are already on their devices is sampled each millisecond. The CPU's devices are in the
-host's memory as well, so what is beyond them is what the host needs for loading.
+folder, and loads it as stored and quantized, each in a separate process. The memory beyond the
+arrays already on their devices is sampled each millisecond. A CPU's devices use the host's memory,
+so the memory beyond their arrays is what the host needs for loading.
 """
 
 import argparse
@@ -121,7 +121,6 @@ def _anonymous_bytes() -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--chips", type=int, default=1)
     parser.add_argument("--load", nargs=2, help=argparse.SUPPRESS)

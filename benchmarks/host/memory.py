@@ -1,4 +1,4 @@
-"""Host time of the memory stack alone: the prefix tree, and pages."""
+"""Host time of the prefix tree and of the page allocator."""
 
 from collections.abc import Iterator
 

@@ -1,10 +1,11 @@
-"""The cost of unknown output lengths: tokens that are computed twice, and idle memory.
-
-Requests of many kinds of lengths pass through the real scheduler, with a fake executor that ends
-each after its number of tokens. All wait from the start, each with a prompt of its own, and pages
-are too few for as many as there are rows. No time is measured: a line is a function of the code.
+"""The cost of unknown output lengths: tokens computed twice, and idle memory.
 
     python -m benchmarks.host.output_lengths [--trace shared/traces/conversation.jsonl] [LOAD ...]
+
+Requests with many distributions of lengths pass through the real scheduler, with a fake executor
+that ends each after its number of tokens. All wait from the start, no two share a prompt, and the
+pages suffice for fewer requests than there are rows. No time is measured: the results depend only
+on the code.
 """
 
 import argparse
@@ -32,8 +33,6 @@ _MAX_CONTEXT_LEN = 140_000
 
 
 class Lengths(NamedTuple):
-    """Tokens of a request."""
-
     prompt: int
     output: int
     limit: int  # the request's `max_new_tokens`
@@ -48,8 +47,6 @@ class Load(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The result of a run."""
-
     num_computed: int  # tokens, prompts and outputs
     num_needed: int  # of these
     num_retracts: int
@@ -57,7 +54,6 @@ class Outcome(NamedTuple):
     num_generated: int
 
     def line(self, name: str) -> str:
-        """Return the line of the table."""
         return (
             f"{name:<36} {self.num_computed / self.num_needed:>8.3f} {self.num_retracts:>8,} "
             f"{self.num_steps:>8,} {self.num_needed / self.num_steps:>12.2f} "
@@ -98,7 +94,6 @@ class KnownEnds(FakeExecutor):
 
 
 def run(load: Load, args: SchedulerArgs) -> Outcome:
-    """Serve all requests of `load`."""
     sizes = EngineSizes(
         dp_size=1,
         page_size=PAGE_SIZE,
@@ -169,7 +164,6 @@ LOADS: dict[str, Callable[[], Load]] = {
 
 
 def recorded(trace: list[TracedRequest]) -> dict[str, Callable[[], Load]]:
-    """Return loads with recorded lengths."""
     exact = [Lengths(r.input_len, r.output_len, r.output_len) for r in trace]
     asked = [request._replace(limit=max(4096, request.output)) for request in exact]
     short = [request._replace(prompt=min(request.prompt, 200)) for request in asked]
@@ -181,7 +175,6 @@ def recorded(trace: list[TracedRequest]) -> dict[str, Callable[[], Load]]:
 
 
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.host.output_lengths", description=__doc__
     )

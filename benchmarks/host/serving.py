@@ -1,15 +1,15 @@
 """Host time of steps under the load of a busy server: requests start and end in every step.
 
-On each of 8 ranks about 256 requests run; 2,048 wait, of 40 shared beginnings in 4 namespaces, of
-4 priorities; 4,000 streaming sessions have had a turn, and take further ones among the others.
-Submitting is timed apart.
+On each of 8 ranks about 256 requests run. 2,048 requests wait, with 40 shared prefixes in 4
+namespaces and 4 priorities. 4,000 streaming sessions have had a turn, and take further turns
+between other requests. Submitting is timed separately.
 
-Each of `LOADS` has another limit on the running requests: the prompt tokens of a step (then memory
-suffices, and 500 sessions stay idle on each rank), rows, or pages. If rows or pages are the limit,
-waiting requests take them from idle sessions, so few sessions keep theirs. Outputs have the mean
-length of recorded conversations, so that five or six requests end and start in each step; or 2,000
-tokens, so that one does. So few start under the limit of prompt tokens only if a step has few of
-them; then each rank continues a prompt in every step.
+Each of `LOADS` has a different limit on the running requests: the prompt tokens of a step (then
+memory suffices, and 500 sessions stay idle on each rank), rows, or pages. If rows or pages are the
+limit, waiting requests take them from idle sessions, so few sessions keep theirs. Outputs have the
+mean length of recorded conversations, so that five or six requests end and start in each step; or
+2,000 tokens, so that one does. Under the limit of prompt tokens, so few start only if a step has
+few prompt tokens; then each rank continues a prompt in every step.
 """
 
 from collections import deque
@@ -40,7 +40,7 @@ _RECORDED_LENS = (100, 586)
 _LONG_LENS = (1500, 2500)
 _FIRST_TURN_LENS = (60, 140)
 _TURN_SHARE = 0.1
-_MOST_FILLING_STEPS = 200  # a small load is never full: some requests end as others start
+_MOST_FILLING_STEPS = 200  # a small load is never full: requests end while new ones start
 
 
 class Load(NamedTuple):
@@ -87,7 +87,7 @@ class ServingLoad:
             for length in self._rng.integers(*_PREFIX_LENS, NUM_PREFIXES)
         ]
         self._ids = count()
-        self._turns: dict[str, str] = {}  # request id -> session whose turn it is
+        self._turns: dict[str, str] = {}  # request id -> session of the turn
         self._idle: deque[str] = deque()  # sessions without a turn in flight
         self.num_finished = 0
         self._open_sessions()
@@ -103,8 +103,7 @@ class ServingLoad:
         self._answer_lens = load.answer_lens
 
     def _fill(self, num_rows: int) -> None:
-        """Compute all shared prefixes on every rank, then start `num_rows` requests of short
-        prompts."""
+        """Compute all shared prefixes on every rank, then start requests of short prompts."""
         for number in range(NUM_PREFIXES):
             for dp_rank in range(SIZES.dp_size):
                 sampling = SamplingParams(max_new_tokens=1)
@@ -145,7 +144,7 @@ class ServingLoad:
         return seconds
 
     def fill_queue(self) -> list[float]:
-        """Submit requests until `NUM_WAITING` wait; returns the seconds of each submission."""
+        """Submit requests until `NUM_WAITING` wait; return the seconds of each submission."""
         seconds = []
         while self.scheduler.num_waiting < NUM_WAITING:
             is_turn = bool(self._idle) and self._rng.random() < _TURN_SHARE

@@ -33,8 +33,7 @@ def schema(bound: int | None) -> str:
 
 
 def measure(folder: str, bound: int | None) -> tuple[float, list[float]]:
-    """Return the least seconds of some rounds to compile the schema, and for the mask of each
-    token."""
+    """Return the least seconds to compile the schema, and the seconds of each token's mask."""
     tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
     vocab_size = tokenizer.get_vocab_size()
     text = json.dumps(_TEXT.read_text(encoding="utf-8").replace('"', "'") * 4)
@@ -57,7 +56,6 @@ def measure(folder: str, bound: int | None) -> tuple[float, list[float]]:
 
 
 def main() -> None:
-    """Print a line for each bound."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host.string_bounds")
     parser.add_argument("--tokenizer-path", default="models/demo", help="folder of tokenizer.json")
     folder = parser.parse_args().tokenizer_path

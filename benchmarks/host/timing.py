@@ -14,8 +14,7 @@ class Timing(NamedTuple):
     num_ops: int
 
     def line(self) -> str:
-        """Return median and longest time in microseconds, and operations per second at the
-        median."""
+        """Return median and longest time in microseconds, and median operations per second."""
         middle, longest = median(self.seconds), max(self.seconds)
         times = f"{middle * 1e6:>11,.1f} {longest * 1e6:>11,.1f}"
         return f"{self.name:<62} {times} {self.num_ops / middle:>13,.0f}"

@@ -1,9 +1,9 @@
-"""Host time of steps before a long queue: does it grow with the number of requests that wait?
+"""Host time of steps before a long queue: does it grow with the number of waiting requests?
 
-One rank has memory for a few requests. Those that wait continue `NUM_PREFIXES` prefixes in turn, so
-a step evicts pages of one beginning to compute another, and each eviction concerns every request
-that waits with that beginning. Queues of different lengths take turns in one process, and the
-figures to compare are their ratios.
+One rank has memory for a few requests. Waiting requests continue `NUM_PREFIXES` prefixes in turn,
+so a step evicts pages of one prefix to compute another, and each eviction concerns every request
+that waits with that prefix. Queues of different lengths take turns in one process. Compare the
+ratios of their times.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ NUM_PREFIXES = 4
 _PREFIX_LEN = 1024
 _TAIL_LENS = (50, 100)
 _ANSWER_LENS = (4, 20)
-_NUM_PAGES = 200  # two prefixes and the tails behind them
+_NUM_PAGES = 200  # two prefixes and the tails after them
 _TURN_STEPS = 50
 _WARM_STEPS = 100
 

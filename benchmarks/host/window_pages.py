@@ -1,9 +1,9 @@
 """Pages that one long request holds while it runs: `python -m benchmarks.host.window_pages`.
 
-Runs the real scheduler on an executor without a device, for a model of two cache groups, one that
-keeps every token and one with a window, and counts the pages that the request's row lists of each.
-
     python -m benchmarks.host.window_pages [--window 1024] [--tokens 32768] [--plot FILE]
+
+Runs the real scheduler with a fake executor, for a model of two cache groups: one keeps every
+token, one has a window. Counts the pages of each group that the request's row lists.
 """
 
 import argparse
@@ -27,8 +27,7 @@ _VOCAB_SIZE = 32_000
 
 
 def long_request_sizes(window: int, num_tokens: int, chunk: int, page_size: int) -> EngineSizes:
-    """Return sizes of an engine with one rank that holds one request of `num_tokens` and little
-    more."""
+    """Return sizes of an engine of one rank with memory for one request of `num_tokens`."""
     groups = (CacheGroup(None), CacheGroup(window))
     sizes = EngineSizes(
         dp_size=1,
@@ -45,8 +44,11 @@ def long_request_sizes(window: int, num_tokens: int, chunk: int, page_size: int)
 
 
 def pages_by_step(sizes: EngineSizes, prompt_len: int) -> Int32Array:
-    """Run a request to the longest context; int32[steps, 1 + groups]: tokens that are computed, and
-    the pages of each group that its row lists, after each step was planned."""
+    """Run a request to the longest context; return int32[steps, 1 + groups].
+
+    Columns are the computed tokens, and the pages of each group that the row lists after each step
+    was planned.
+    """
     scheduler = Scheduler(sizes, SchedulerArgs(disable_radix_cache=True))
     prompt = np.random.default_rng(0).integers(0, _VOCAB_SIZE, prompt_len).tolist()
     output_len = sizes.max_context_len - prompt_len

@@ -1,4 +1,4 @@
-"""Attention's kernels for Llama-3.1-8B, and jax's own for the same shape.
+"""Attention kernels of this package and of jax for Llama-3.1-8B.
 
 32 query and 8 KV heads of 128, bfloat16, with a cache of bfloat16 or of 8 bits.
 """
@@ -29,9 +29,7 @@ OPTIONS = ScoreOptions(HEAD_DIM**-0.5)
 def per_run(schedule: Schedule) -> tuple[float, Loop]:
     """Return bundles per run of the KV write, and its loop that changes a tile.
 
-    The two loops with one turn per run count: the one that finds a run, and the one that changes
-    its
-    tile.
+    Two loops have one turn per run and count: finding the run, and changing its tile.
     """
     depth = max(loop.depth for loop in schedule.loops)
     innermost = [loop for loop in schedule.loops if loop.depth == depth]

@@ -1,6 +1,6 @@
-"""Kernels compiled for a TPU by the TPU's own compiler, and their schedules.
+"""Kernels compiled by the TPU compiler, and their schedules.
 
-Import this before anything loads libtpu: it has the compiler write schedules.
+Import this before anything loads libtpu: it makes the compiler write schedules.
 """
 
 import atexit
@@ -48,8 +48,7 @@ def hot_loop(schedule: Schedule) -> Loop:
 
 
 def per(amount: float) -> Callable[[Schedule], tuple[float, Loop]]:
-    """Return a cost: bundles of one turn of the hot loop divided by `amount`, the units of work in
-    it."""
+    """Return a cost: the hot loop's bundles per unit; a turn does `amount` units of work."""
 
     def cost(schedule: Schedule) -> tuple[float, Loop]:
         loop = hot_loop(schedule)
@@ -65,7 +64,7 @@ def longest_loop(schedule: Schedule) -> tuple[float, Loop]:
 
 
 def per_innermost(amount: float) -> Callable[[Schedule], tuple[float, Loop]]:
-    """Return a cost: bundles of the innermost loop divided by `amount`."""
+    """Return a cost: the innermost loop's bundles per unit; a turn does `amount` units of work."""
 
     def cost(schedule: Schedule) -> tuple[float, Loop]:
         loop = max(schedule.loops, key=lambda loop: loop.depth)
@@ -88,7 +87,7 @@ class Schedules(NamedTuple):
 
     program: jax.stages.Compiled
     schedules: list[Schedule]  # in the order of their compilation
-    compile_s: float  # of work, the writing of schedules included
+    compile_s: float  # with the time to write schedules
 
 
 def compile_schedules(lowered: jax.stages.Lowered) -> Schedules:

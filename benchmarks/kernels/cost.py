@@ -1,16 +1,23 @@
 #!/usr/bin/env python
-"""Static costs of the TPU kernels, ours beside jax's own, without a TPU.
+"""Static costs of the TPU kernels, next to those of jax's kernels, without a TPU.
 
     python -m benchmarks.kernels.cost [--chips v5e v6e] [--only decode prefill-128] [--json FILE]
 
-Every kernel is compiled by the TPU's own compiler (libtpu): attention for Llama-3.1-8B, 32 query
-and 8 KV heads of 128, bfloat16, with a cache of bfloat16 or of 8 bits; the grouped product for
-Qwen3-30B-A3B's 128 experts, their inner width split over four chips; gated delta nets for
-Qwen3-Next-80B-A3B, whole or split over eight chips. The costs come from the schedule (see
-`schedule.py`): bundles of the hot loop for each token of KV in decode, for 10**9 floating point
-operations in prefill, for each head of a token that is normalised and rotated, for each run of
-tokens in the write, for each visit of a group to a tile in the grouped product, for each token of
-the gated delta rule's decode and of its convolution.
+The TPU compiler (libtpu) compiles every kernel:
+
+- attention for Llama-3.1-8B, 32 query and 8 KV heads of 128, bfloat16, with a cache of bfloat16 or
+  of 8 bits
+- the grouped product for Qwen3-30B-A3B's 128 experts, with their inner width split over four chips
+- gated delta nets for Qwen3-Next-80B-A3B, whole or split over eight chips
+
+The costs are bundles of the schedule (see `schedule.py`):
+
+- decode: bundles of the hot loop per token of KV
+- prefill: bundles per 10**9 floating point operations
+- normalised and rotated heads: bundles per head of a token
+- KV write: bundles per run of tokens
+- grouped product: bundles per visit of a group to a tile
+- decode of the gated delta rule, and its convolution: bundles per token
 """
 
 import argparse
@@ -33,22 +40,19 @@ EXPERTS, TOP_K, HIDDEN, INNER = 128, 8, 2048, 192
 
 
 class Cost(NamedTuple):
-    """The figures read off a schedule."""
-
     kernel: str
     chip: str
     bundles: float
     unit: str
     spills: int  # in the hot loop
-    vmem_mib: float | None  # scratch, without the grid's own buffers
+    vmem_mib: float | None  # scratch, without the grid's buffers
     temp_mib: float
     dma: str
     compile_s: float
 
 
 def our_grouped_product(tokens: int, inwards: bool) -> Kernel:
-    """Return the grouped product of gate or up, stored as [out, in], or of down, stored as [in,
-    out]."""
+    """Return the grouped product of gate or up, stored [out, in], or of down, stored [in, out]."""
     lines = tokens * TOP_K
     inputs, outputs = (HIDDEN, INNER) if inwards else (INNER, HIDDEN)
     tile = choose_tiles(lines, EXPERTS, inputs, outputs, jnp.dtype(DTYPE).itemsize).lines
@@ -83,7 +87,6 @@ KERNELS: dict[str, Callable[[], Kernel]] = {
 
 
 def measure(make: Callable[[], Kernel], chip: str) -> Cost:
-    """Return the costs of a kernel on a chip."""
     kernel, compiled = compile_for(chip, make)
     bundles, loop = kernel.cost(compiled.schedule)
     return Cost(

@@ -36,7 +36,7 @@ from sgl_jax.planner.program_cost import program_cost
 from sgl_jax.planner.topology import CHIPS, Topology, topology_mesh
 
 EXPERTS, CHIPS_OF_EXPERTS, TOP_K, HIDDEN, INNER = 128, 4, 8, 2048, 768
-# Operations that have no estimate.
+# Operations without an estimate.
 UNCOUNTED = (
     "sort",
     "scatter",

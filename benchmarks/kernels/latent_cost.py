@@ -1,19 +1,20 @@
 #!/usr/bin/env python
-"""Latent attention on TPU by its schedules, beside other engines' kernels; needs no TPU.
+"""Costs of latent attention on TPU from schedules, next to other engines' kernels; needs no TPU.
 
     python -m benchmarks.kernels.latent_cost [--chips v5e v6e v5p tpu7x] [--heads 16 128]
         [--contexts 4096 65536] [--prefill] [--sglang-jax DIR] [--tpu-inference DIR] [--json FILE]
 
-Decode: bundles for each token of context, in the loop over blocks of keys and of whole rows, with
-the work done once a row and the block that it ends in. A row is estimated to take the longer of its
-bundles, one a cycle, and the transfer of its rows of 640 numbers. MBU is the share of that time
+Decode: bundles per token of context, in the loop over blocks of keys and of whole rows, with the
+work done once per row and the block in which it ends. A row is estimated to take the longer of its
+bundles, one per cycle, and the transfer of its rows of 640 numbers. MBU is the share of that time
 that the transfer takes, MFU the share that products of 576 and 512 numbers for each head take at
-the chip's peak; the time is that of `--contexts`' longest. Prefill: bundles of the loop over keys
-that all queries see, and of a chunk of 2,048 tokens that ends at a context, for 10**9 of these
-operations, whichever form computes them.
+the chip's peak. The time is that of the longest of `--contexts`.
 
-Other engines' kernels are compiled out of their checkouts for the same shapes. Branches not taken
-for most blocks count in all of them.
+Prefill: bundles of the loop over keys that all queries see, and of a chunk of 2,048 tokens that
+ends at a context, per 10**9 of these operations, whichever form computes them.
+
+Other engines' kernels are compiled from their checkouts for the same shapes. Branches that most
+blocks do not take count in all of them.
 """
 
 import argparse
@@ -64,8 +65,7 @@ def figures(chip_name: str, heads: int, cost: DecodeCost, contexts: list[int]) -
 
 
 def prefill_figures(chip: str, form: PrefillForm, contexts: list[int]) -> dict[str, float]:
-    """Return the figures of a line: bundles per 10**9 operations, matrix unit's share, and
-    spills."""
+    """Return a line's figures: bundles per 10**9 operations, matrix unit's share, and spills."""
     _, compiled = compile_for(chip, form.kernel)
     loop, blocks = hot_loop(compiled.schedule), form.blocks
     pairs = blocks.queries * blocks.keys * form.heads // blocks.parts * blocks.heads
@@ -83,7 +83,7 @@ def prefill_figures(chip: str, form: PrefillForm, contexts: list[int]) -> dict[s
 def decode_lines(
     heads: list[int], chips: list[str], contexts: list[int], checkouts: dict[str, Path]
 ) -> list[dict[str, Any]]:
-    """Print the table of decode; its numbers."""
+    """Print the table of decode; return its numbers."""
     found = []
     lengths = " | ".join(f"{context:,} tokens" for context in contexts)
     print(f"| heads | chip | decode | block | {lengths} | memory | peak | MBU | MFU | matrix |")
@@ -103,7 +103,7 @@ def decode_lines(
 def prefill_lines(
     heads: list[int], chips: list[str], contexts: list[int], _: dict[str, Path]
 ) -> list[dict[str, Any]]:
-    """Print the table of prefill's forms; its numbers."""
+    """Print the table of prefill's forms; return its numbers."""
     found = []
     lengths = " | ".join(f"{context:,} tokens" for context in contexts)
     print(f"| heads | chip | prefill | loop | {lengths} | matrix | spills |")

@@ -1,6 +1,6 @@
-"""Latent attention's kernels for DeepSeek-V3: ours, and other engines' out of their checkouts.
+"""Latent attention kernels for DeepSeek-V3: of this package, and of other engines' checkouts.
 
-A latent of 512 numbers and 64 rotated ones for all heads, bfloat16, pages of 128 tokens.
+A latent of 512 numbers and 64 rotated numbers for all heads, bfloat16, pages of 128 tokens.
 """
 
 import importlib.util
@@ -64,8 +64,10 @@ class DecodeCost(NamedTuple):
         return self.block / self.block_keys
 
     def per_token(self, context: int) -> float:
-        """Return bundles per token of a row, averaged over rows that end anywhere in the block of
-        keys before `context`."""
+        """Return bundles per token of a row, averaged over rows of different lengths.
+
+        The rows end at every place of the block of keys before `context`.
+        """
         lengths = range(context - self.block_keys + 1, context + 1)
         found = []
         for length in lengths:
@@ -76,8 +78,7 @@ class DecodeCost(NamedTuple):
 
 
 def step_arguments(heads: int, tokens: int) -> list[Shape]:
-    """Return shapes of absorbed queries of `tokens`, the cache, its layer, and the rows of a
-    step."""
+    """Return shapes of absorbed queries of `tokens`, the cache, its layer, and the rows."""
     rows, pages = ((ROWS,), jnp.int32), CONTEXT // PAGE_SIZE
     return [
         ((tokens, heads, ROW_SIZE), DTYPE),
@@ -132,7 +133,6 @@ class PrefillForm(NamedTuple):
         return cls(EXPANDED_HEADS, heads // EXPANDED_HEADS, blocks, expanded=True)
 
     def kernel(self) -> Kernel:
-        """Return the kernel of one call."""
         slots = CacheSlots(packed=True, value_dim=VALUE_DIM) if self.expanded else SLOTS
 
         def prefill(q, cache, layer, keys, values, *rows):
@@ -219,8 +219,7 @@ def peer_decode_cost(peer: Peer, checkout: Path, chip: str, heads: int) -> Decod
 
 
 def _batched(schedules: list[Schedule]) -> Schedule:
-    """Return the schedule of the kernel for `PEER_ROWS` rows; both engines' kernel names end with
-    it."""
+    """Return the schedule for `PEER_ROWS` rows, with which both engines' kernel names end."""
     return next(each for each in schedules if each.kernel == f"bsz_{PEER_ROWS}")
 
 

@@ -4,10 +4,10 @@
     python -m benchmarks.kernels.quantized_cost [--chips v5e v6e v5p tpu7x]
 
 Needs no TPU: its compiler schedules each kernel (see `schedule.py`). The first table has the
-kernels' times by their bundles, beside the matrix unit's limit for bfloat16 and the time of the
-bytes; a turn is one tile of tokens with one block of the matrix. The second has what
-`sgl_jax/planner/quantized_time.py` counts with: for 2**20 values of a matrix, the bundles that
-multiply a token and those that convert, and the bundles that quantize 2**10 activations.
+kernels' times by their bundles, the matrix unit's limit for bfloat16, and the transfer time of the
+bytes; a turn is one tile of tokens with one block of the matrix. The second table has the constants
+of `sgl_jax/planner/quantized_time.py`: for 2**20 values of a matrix, the bundles that multiply a
+token and those that convert, and the bundles that quantize 2**10 activations.
 """
 
 import argparse
@@ -94,8 +94,7 @@ def quantizing(tokens: int, inputs: int, activation: ActivationFormat) -> Kernel
 
 
 def experts(weight: WeightFormat | None) -> Kernel:
-    """Return the grouped product of gpt-oss's experts on one of eight chips with `EXPERT_LINES`
-    lines.
+    """Return the product of gpt-oss's experts on one of eight chips with `EXPERT_LINES` lines.
 
     MXFP4 has a scale for each group, other formats for each output.
     """

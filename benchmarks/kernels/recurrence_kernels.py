@@ -17,8 +17,7 @@ DELTA_KEY_HEADS, DELTA_VALUE_HEADS = 16, 32
 
 
 def per_token_of_blocks(schedule: Schedule) -> tuple[float, Loop]:
-    """Return bundles per token and the loop over tokens; the surrounding grid's bundles are
-    included."""
+    """Return bundles per token, with a token's part of the grid's, and the loop over tokens."""
     outer, inner = (
         max((loop for loop in schedule.loops if loop.depth == depth), key=lambda loop: loop.bundles)
         for depth in (1, 2)
@@ -27,8 +26,10 @@ def per_token_of_blocks(schedule: Schedule) -> tuple[float, Loop]:
 
 
 def state_shapes(tokens: int, tp: int) -> list[Shape]:
-    """Return argument shapes of the gated delta rule on one chip of `tp`: q, k, v, gates, states,
-    layer and rows."""
+    """Return argument shapes of the gated delta rule on one chip of `tp`.
+
+    They are q, k, v, gates, states, layer, and rows.
+    """
     keys, values = DELTA_KEY_HEADS // tp, DELTA_VALUE_HEADS // tp
     gates = ((tokens, values), jnp.float32)
     rows = ((ROWS,), jnp.int32)

@@ -4,9 +4,9 @@
     python -m benchmarks.kernels.sampling_cost [--slices v5e-8 v6e-8 tpu7x-8] [--tp 8]
 
 Rows of logits are split over the vocabulary of Qwen3 (151,936) by tensor parallelism, as the head
-leaves them. Of each conditional the dearest branch counts: rows are drawn at a temperature, with
-all filters or with those alone that need no search of a threshold. Penalties are left out, and so
-is the time of the exchange of logits, for which the compiler has no cycles.
+leaves them. The most expensive branch of each conditional counts. Rows are drawn at a temperature,
+with all filters or with only those that need no search of a threshold. Penalties are left out, and
+so is the time of the exchange of logits, for which the compiler has no cycles.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""The cost of a Pallas kernel on TPU, read from the schedule that the TPU's compiler made of it.
+"""The cost of a Pallas kernel on TPU, read from the TPU compiler's schedule.
 
-The compiler can dump each kernel's final schedule: its bundles, the instructions that issue
-together, about one a cycle as long as nothing waits for memory; the loops they lie in; and the
-units each one uses. This module requests and reads dumps. Nothing runs, so nothing here is a
-time: a loop that waits for its DMAs takes longer than its bundles.
+The compiler can dump each kernel's final schedule: its bundles (instructions that issue together,
+about one bundle per cycle unless one waits for memory), the loops that contain them, and the units
+that each uses. This module requests and reads dumps. Nothing runs, so the figures are not times: a
+loop that waits for its DMAs takes longer than its bundles.
 """
 
 import os
@@ -35,14 +35,11 @@ class Loop(NamedTuple):
 
     @property
     def spills(self) -> int:
-        """Return the number of registers stored to memory and loaded again because too few are
-        free."""
+        """Return how many times registers are stored and loaded because too few are free."""
         return self.units["SPILL"] + self.units["FILL"]
 
 
 class Schedule(NamedTuple):
-    """A kernel's schedule."""
-
     kernel: str
     bundles: int
     loops: list[Loop]
@@ -68,7 +65,7 @@ def read_schedules(folder: Path) -> list[Schedule]:
 
 class _Bundle(NamedTuple):
     begins_loop: bool
-    depth: int  # how many loops it lies in
+    depth: int  # number of loops that contain it
     dmas: int
     uses: list[int]  # instructions on each of UNITS
 

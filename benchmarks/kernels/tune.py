@@ -3,17 +3,17 @@
 
     python -m benchmarks.kernels.tune [--kernel decode prefill] [--chips v5e v6e v5p tpu7x]
 
-Decode: for rows of several lengths, a block takes the longest of: its bundles; its bytes at the
-chip's memory bandwidth; and half of the way there and back, as two blocks are in flight. The table
-goes into `sgl_jax/kernels/attention/tpu/tuned.py`, beside it the model's cycles.
+Decode: for rows of several lengths, a block takes the longest of its bundles, its bytes at the
+chip's memory bandwidth, and half of the round-trip latency, as two blocks are in flight. The table
+goes into `sgl_jax/kernels/attention/tpu/tuned.py`, with the model's cycles.
 
-Prefill: the formula's sizes, with as many queries again, and with as many heads again; half of
+Prefill: the formula's sizes, with twice as many queries, and with twice as many heads; half of
 either is slower (docs/inside/kernels.md), and so are twice as many keys. The cost is the bundles of
 the loops over keys for rows of several lengths, with the blocks on the diagonal and the rest of a
-row, per 10**9 operations after the causal mask. A choice must be 2 % better than the formula's to
-take its place, and compile soon. Lines with other sizes than the formula's go into the same file;
-beside each are bundles for 10**9 operations of the loop without masks, then of the rows, and of the
-rows with the formula's sizes. All tried sizes are printed as comments.
+row, per 10**9 operations after the causal mask. A choice replaces the formula's only if it is 2 %
+better and compiles soon. Lines with sizes that differ from the formula's go into the same file,
+each with bundles per 10**9 operations: of the loop without masks, of the rows, and of the rows with
+the formula's sizes. All tried sizes are printed as comments.
 """
 
 import argparse
@@ -45,13 +45,12 @@ KV_HEADS = (1, 2, 4, 8)  # on a chip
 ROW_LENGTHS = (200, 700, 1500, 4000)
 LATENCY_S = 1e-6  # of a transfer, an assumption
 CHUNKS = ((200, 0), (700, 0), (2048, 0), (200, 2048), (2048, 2048))  # of a row; and KV before
-MAX_COMPILE_S = 10  # of work, the writing of schedules included
+MAX_COMPILE_S = 10  # with the time to write schedules
 MIN_GAIN = 0.02
 
 
 def arguments(kv_heads: int, tokens: int) -> list[Shape]:
-    """Return shapes of an attention kernel's arguments: `tokens` queries, the cache, its layer, the
-    rows."""
+    """Return shapes of an attention kernel's arguments: queries, the cache, its layer, the rows."""
     pages = 1 + ROWS * CONTEXT // PAGE_SIZE
     cache = ((2, pages, 2 * kv_heads, PAGE_SIZE, HEAD_DIM), jnp.bfloat16)
     q = ((tokens, GROUP * kv_heads, HEAD_DIM), jnp.bfloat16)
@@ -70,8 +69,7 @@ def decode_kernel(kv_heads: int, blocks: DecodeBlocks) -> Kernel:
 def row_cycles(
     schedule: Schedule, blocks: DecodeBlocks, length: int, bytes_: int, chip: Chip
 ) -> float:
-    """Return the estimated cycles of a row of `length` keys whose K and V take `bytes_` bytes per
-    key."""
+    """Return estimated cycles of a row of `length` keys; K and V take `bytes_` bytes per key."""
     block = hot_loop(schedule).bundles
     part = max(
         (loop for loop in schedule.loops if loop.depth == 3), key=lambda loop: loop.units["MXU"]
@@ -115,8 +113,7 @@ def prefill_kernel(kv_heads: int, blocks: PrefillBlocks) -> Kernel:
 
 
 def around_bundles(schedule: Schedule, loop: Loop, turns: int) -> int:
-    """Return bundles of one turn of the loop around `loop`; the compiler removes a loop of one
-    turn."""
+    """Return bundles per turn of the loop around `loop`; the compiler removes a single turn's."""
     if turns == 1:
         return 0
     before = schedule.loops[: schedule.loops.index(loop)]
@@ -170,7 +167,7 @@ def prefill_costs(schedule: Schedule, kv_heads: int, blocks: PrefillBlocks) -> t
 
 
 def prefill_candidates(kv_heads: int) -> list[Sizes]:
-    """Return the formula's sizes, and those with twice the rows or twice the heads."""
+    """Return the formula's sizes, and those with twice the queries or twice the heads."""
     formula = default_sizes(kv_heads, HEAD_DIM, jnp.dtype(jnp.bfloat16))
     tried = (
         formula,
@@ -181,7 +178,6 @@ def prefill_candidates(kv_heads: int) -> list[Sizes]:
 
 
 def best_prefill(chip_name: str, kv_heads: int) -> str:
-    """Return the line of the table."""
     found: list[tuple[float, float, Sizes]] = []
     for sizes in prefill_candidates(kv_heads):
         blocks = blocks_of(sizes, GROUP, PAGE_SIZE, CHUNK)
@@ -203,7 +199,6 @@ def best_prefill(chip_name: str, kv_heads: int) -> str:
 
 
 def best_decode(chip_name: str, kv_heads: int) -> str:
-    """Return the line of the table."""
     blocks, cycles = best_blocks(chip_name, kv_heads)
     return f"DecodeBlocks({blocks.block_keys}, {blocks.part_keys}),  # {cycles:.2f}"
 

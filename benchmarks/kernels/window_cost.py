@@ -3,12 +3,11 @@
 
     python -m benchmarks.kernels.window_cost [--chips v5e v6e] [--context 32768]
 
-The decode kernel is compiled by the TPU's own compiler for the shapes of gpt-oss and Gemma 3 27B,
-all heads on one chip, as in `cost.py`. For a row of the context, on the average of all
-places in a page where it may end, it prints the tokens of KV that are read (the pages that the
-kernel itself lists), the bytes of their DMAs, and the bundles: those done once a row, of each block
-of keys that needs no mask, and of each part of keys that does. Bundles that clear the slots of a
-partial page are left out.
+The TPU compiler compiles the decode kernel for the shapes of gpt-oss and Gemma 3 27B, all heads on
+one chip, as in `cost.py`. For a row of the context, averaged over all places in a page where it may
+end, prints the tokens of KV that are read (the pages that the kernel lists), the bytes of their
+DMAs, and the bundles: those done once per row, of each block of keys that needs no mask, and of
+each part of keys that does. Bundles that clear the slots of a partial page are left out.
 """
 
 import argparse
@@ -56,18 +55,15 @@ LAYERS = (GPT_OSS, GPT_OSS._replace(window=128), GEMMA, GEMMA._replace(window=10
 
 
 class RowWork(NamedTuple):
-    """The kernel's work for one row."""
-
     pages: int
-    clear_blocks: int  # of which every key is seen
-    parts: int  # of keys that are masked
+    clear_blocks: int  # blocks without masked keys
+    parts: int  # parts with masked keys
 
 
 def row_work(
     layer: Layer, blocks: DecodeBlocks, page_size: int, first: int, stop: int, length: int
 ) -> RowWork:
-    """Return the work for a row of `length` tokens that reads pages from `first` to before
-    `stop`."""
+    """Return the work for a row of `length` tokens that reads pages [`first`, `stop`)."""
     block_pages, part_pages = blocks.block_keys // page_size, blocks.part_keys // page_size
     clear = parts = 0
     for page in range(first, stop, block_pages):
@@ -124,8 +120,7 @@ def decode_kernel(layer: Layer, page_size: int, context: int) -> Kernel:
 
 
 def row_bundles(compiled: Compiled, work: np.ndarray) -> float:
-    """Return the bundles of a row: its loops over rows, over blocks, and over parts of a masked
-    block."""
+    """Return bundles of a row: of its loops over rows, blocks, and parts of a masked block."""
     loops = compiled.schedule.loops
     row, block, part = (
         max((each for each in loops if each.depth == depth), key=lambda each: each.bundles)
@@ -136,7 +131,6 @@ def row_bundles(compiled: Compiled, work: np.ndarray) -> float:
 
 
 def row(layer: Layer, chip: str, page_size: int, context: int) -> str:
-    """Return the line of the table."""
     found: list[DecodeBlocks] = []
 
     def make() -> Kernel:  # under the chip's mesh, which decides the blocks

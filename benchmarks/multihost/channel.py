@@ -2,10 +2,10 @@
 
     python -m benchmarks.multihost.channel --hosts 8 --ranks 8
 
-The scheduler plans decode steps of 256 rows a rank, as a busy engine does, and each is sent.
-Each other host is a process on this machine's loopback, which receives and decodes every command.
-Host 0 has one core for itself, and the others share the rest.
-With `--stopped`, one of them is stopped before the steps: sending must not wait for it.
+The scheduler plans decode steps of 256 rows per rank, as in a busy engine, and each is sent. Each
+other host is a process on this machine's loopback, which receives and decodes every command. Host 0
+has a core to itself, and the other processes share the rest. With `--stopped`, one of them is
+stopped before the steps: sending must not wait for it.
 """
 
 import argparse

@@ -5,10 +5,11 @@
     python -m benchmarks.scheduling --short --counts tests/benchmarks/scheduling_counts.json
 
 Each load runs on a logical clock with modelled step times: by our scheduler, by ours with
---schedule-conservativeness 0, and by a plain first-come, first-served scheduler. A load that ours
-serves more than 5 % slower, or with a mean wait more than 1.3 times longer, than the better of the
-two is listed with its documented reason, if there is one. Exit code 1: one has no such reason.
-Tests compare the counts of the short form: the last line updates them after a change of policy.
+--schedule-conservativeness 0, and by a plain first-come, first-served scheduler. A load is listed
+if ours serves it more than 5 % slower, or with a mean wait more than 1.3 times longer, than the
+better of the two. Its documented reason is printed, if there is one. Exit code 1: one has no such
+reason. Tests compare the counts of the short form: the last line updates them after a change of
+policy.
 """
 
 import argparse
@@ -37,7 +38,7 @@ from benchmarks.scheduling.traffic import Load
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run and print; returns the exit code."""
+    """Run and print; return the exit code."""
     words = _parser().parse_args(argv)
     loads = SHORT_LOADS if words.short else LOADS
     if words.list:
@@ -110,7 +111,7 @@ def _run(loads: Sequence[Load], num_jobs: int) -> list[Comparison]:
 
 
 def _compare(key: tuple[str, float]) -> Comparison:
-    """Run a load, by its name, for so many seconds: loads cannot be sent to another process."""
+    """Run a load, given by name and seconds since loads cannot be sent to another process."""
     name, seconds = key
     drawn = name.removeprefix(DRAWN)
     load = LOADS[name] if drawn == name else drawn_load(int(drawn))

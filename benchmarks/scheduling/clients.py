@@ -20,7 +20,7 @@ class Tail(NamedTuple):
     most: int
 
 
-Span = int | tuple[int, int] | Tail  # a length, or the first and last of equally likely ones
+Span = int | tuple[int, int] | Tail  # a length, or the first and last of equally likely lengths
 _REQUESTS_PER_CLIENT = 1 << 12  # at most, so that all seeds are distinct
 
 Make = Callable[[np.random.Generator, int], LoadRequest]
@@ -54,13 +54,13 @@ def requests(
     """Return a maker of requests with lengths drawn from spans.
 
     Args:
-        prompt: tokens of its own.
+        prompt: prompt tokens after the shared prefix.
         output: tokens that it generates.
         limit: its `max_new_tokens`; 0: its output's length, so that it ends by its limit.
         abort_after: output tokens after which its client aborts it; 0: never.
         prefixes: a number of shared prefixes and their length; each request begins with one of
             them, and low numbers are more likely (by 1 / number).
-        fields: of `LoadRequest`.
+        fields: further fields of `LoadRequest`.
     """
     number, length = prefixes
     weights = 1 / np.arange(1, number + 1)
@@ -105,12 +105,12 @@ def closed_loop(
     stagger_s: float = 0.0,
     think_s: float = 0.0,
 ) -> list[Client]:
-    """Return clients that each send a request after the end of the one before it.
+    """Return clients that each send a request after their last one has ended.
 
     Args:
         first: number of the first client; clients of one load have distinct numbers.
-        most: requests of each client.
-        start_s: of the first client; the next ones start `stagger_s` apart.
+        most: requests of each client; None: no limit.
+        start_s: start of the first client; the next clients start `stagger_s` apart.
     """
     return [
         Client(start_s + i * stagger_s, islice(_stream(make, first + i), most), think_s)
@@ -149,8 +149,8 @@ def sessions(
     """Return clients whose prompts begin with all earlier prompts and outputs of their session.
 
     Args:
-        turns: requests of a session; a new one follows it.
-        most_tokens: a prompt that would have more begins a new history.
+        turns: requests of a session; a new session follows it.
+        most_tokens: a prompt that would have more tokens begins a new history.
     """
 
     def turns_of(client: int) -> Iterator[LoadRequest]:

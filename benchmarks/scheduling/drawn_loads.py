@@ -1,4 +1,4 @@
-"""Loads drawn from a seed: others than those that the scheduler was tuned with."""
+"""Loads drawn from a seed, unlike the loads with which the scheduler was tuned."""
 
 from functools import partial
 from typing import Any

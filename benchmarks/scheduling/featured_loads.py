@@ -1,4 +1,4 @@
-"""Loads of what the reference does not know: priorities, shares, drafts, windows, states, tiers."""
+"""Loads that the reference does not support: priorities, shares, drafts, windows, states, tiers."""
 
 from typing import Any
 
@@ -13,8 +13,7 @@ _WINDOWS = {"groups": (CacheGroup(None), CacheGroup(512))}
 
 
 def _states(pool_tokens: int, num_snapshots: int, page_size: int = 16) -> dict[str, Any]:
-    """Return sizes of a model with recurrent layers and a pool of `num_snapshots` state
-    snapshots."""
+    """Return sizes of a model with recurrent layers and a pool of `num_snapshots` states."""
     return {
         "groups": (CacheGroup(None), CacheGroup(LAST_VALUE, 1, (), True)),
         "pool_pages": (1 + pool_tokens // page_size, 1 + num_snapshots),

@@ -1,4 +1,4 @@
-"""Loads that the reference serves too: pools of 2k to 1M tokens, ranks, prefixes, sessions."""
+"""Loads that the reference supports: pools of 2k to 1M tokens, ranks, prefixes, sessions."""
 
 from benchmarks.scheduling.clients import Tail, closed_loop, open_loop, requests, sessions
 from benchmarks.scheduling.traffic import FEWER_RETRACTS, Load

@@ -1,9 +1,9 @@
-"""A plain first-come, first-served scheduler, simulated: what ours is compared with.
+"""A simulated plain first-come, first-served scheduler, with which ours is compared.
 
-The head of the queue starts once its tokens and one more, less their cached pages, fit into the
-free and evictable pages of its rank, and a row and prompt tokens of the step are left. Its rank is
-the one with the most such pages, unless it is pinned. Prompt tokens go to the oldest request first.
-If no page is left, the youngest request of the rank is retracted and becomes the head of the queue.
+The head of the queue starts once its tokens and one more, less its cached pages, fit into the free
+and evictable pages of its rank, and a row and prompt tokens of the step are left. Its rank is the
+one with the most such pages, unless it is pinned. Prompt tokens go to the oldest request first. If
+no page is left, the youngest request of the rank is retracted and becomes the head of the queue.
 Full pages stay cached until evicted, least recently used first. It counts pages and has no memory,
 and it treats all requests alike: no priorities, tenants, drafts, windows, states or tiers.
 """
@@ -35,8 +35,6 @@ class Job:
 
 @dataclass
 class Rank:
-    """The pages and running requests of a rank."""
-
     page_size: int
     num_free: int
     readers: dict[int, int] = field(default_factory=dict)  # of each cached page
@@ -76,14 +74,14 @@ class Rank:
         return True
 
     def publish(self, job: Job) -> None:
-        """Put its computed pages into the cache, unless equal ones are there."""
+        """Put the job's computed pages into the cache, unless equal pages are there."""
         for index in range(min(job.computed, job.known_len) // self.page_size):
             if job.held[index] is None and job.keys[index] not in self.readers:
                 job.held[index] = job.keys[index]
                 self.readers[job.keys[index]] = 1
 
     def release(self, job: Job) -> None:
-        """Take back its pages; the full ones stay cached, and the last ones are evicted first."""
+        """Free the job's pages; full pages stay cached, and its last pages are evicted first."""
         self.publish(job)
         self.num_free += job.held.count(None)
         for key in [key for key in reversed(job.held) if key is not None]:
@@ -104,8 +102,6 @@ class ReferenceStep:
 
 
 class Reference(Engine[ReferenceStep]):
-    """The scheduler."""
-
     def __init__(self, sizes: EngineSizes) -> None:
         self._sizes, num_pages = sizes, sizes.pool_pages[0] - 1
         self.ranks = [Rank(sizes.page_size, num_pages) for _ in range(sizes.dp_size)]

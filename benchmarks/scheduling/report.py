@@ -129,7 +129,7 @@ def against(comparisons: Mapping[str, Comparison], before: Mapping[str, Any]) ->
 
 
 def counts(comparisons: Mapping[str, Comparison]) -> dict[str, dict[str, Any]]:
-    """Return the figures of ours and the reference that are integers, which tests compare."""
+    """Return the integer figures of ours and the reference, which tests compare."""
     names = ("steps", "requests", "output_tokens", "retracts", "preemptions", "recomputed")
     return {
         name: {

@@ -20,15 +20,12 @@ LEAST_WAIT_MS = 4.0  # about a step: shorter waits count as this
 
 
 class Comparison(NamedTuple):
-    """The results of one load."""
-
     ours: Result
     plain: Result  # ours with `schedule_conservativeness` 0
     reference: Result | None  # None: it does not know all that the load is about
 
     @property
     def simple(self) -> list[Result]:
-        """Return the results of the simple schedulers."""
         return [self.plain] if self.reference is None else [self.plain, self.reference]
 
     @property
@@ -48,8 +45,7 @@ class Comparison(NamedTuple):
 
     @property
     def is_worse(self) -> bool:
-        """Return whether ours is more than 5 % slower, or requests wait more than 1.3 times
-        longer."""
+        """Return whether ours is over 5 % slower, or requests wait over 1.3 times longer."""
         return self.speed < LEAST_SPEED or self.wait > MOST_WAIT
 
 
@@ -59,7 +55,6 @@ def wait_ratio(own_ms: float, others_ms: Iterable[float]) -> float:
 
 
 def new_engine(load: Load, conservativeness: float = 1.0) -> ServedEngine:
-    """Return our scheduler for a load."""
     sizes = load.engine_sizes()
     settings = {"max_queued_requests": 100_000, "check_memory": "off", **load.args}
     args = SchedulerArgs(schedule_conservativeness=conservativeness, **settings)
@@ -80,7 +75,6 @@ def serve(load: Load, conservativeness: float = 1.0) -> Result:
 
 
 def serve_by_reference(load: Load) -> Result:
-    """Serve a load by the reference."""
     return Simulation(load, Reference(load.engine_sizes())).run()
 
 

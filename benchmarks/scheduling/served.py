@@ -1,4 +1,4 @@
-"""Our scheduler as an engine of `simulation.py`, with an executor whose outputs the load fixes."""
+"""Our scheduler as an engine of `simulation.py`; a load determines its executor's outputs."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ from sgl_jax.scheduler.events import (
 )
 from sgl_jax.scheduler.scheduler import Scheduler
 
-_DRAFT_SHARE = 5  # of eight drafts, those that are right
+_DRAFT_SHARE = 5  # right drafts of eight
 
 
 class LoadExecutor(FakeExecutor):
@@ -73,8 +73,6 @@ class LoadExecutor(FakeExecutor):
 
 
 class ServedStep:
-    """A planned step."""
-
     def __init__(self, plan: StepPlan, loads: list[RankLoad], started: list[int]) -> None:
         self.plan, self.loads, self.started = plan, loads, started
         self.handle: StepHandle = None
@@ -142,7 +140,7 @@ class ServedEngine(Engine[ServedStep]):
         return self._outputs()
 
     def _outputs(self) -> list[Output]:
-        """Take what requests gained. Raises RuntimeError for a request that was refused."""
+        """Take what requests gained. Raise RuntimeError for a refused request."""
         batch = self.scheduler.handle(TakeOutputs())
         if batch is None:
             return []

@@ -52,7 +52,7 @@ class Engine(ABC, Generic[S]):
 
     @abstractmethod
     def abort(self, number: int) -> None:
-        """End a request that has not ended."""
+        """End a running or waiting request."""
 
     @abstractmethod
     def plan(self, now_s: float) -> S | None:
@@ -97,7 +97,7 @@ class RequestTimes:
 class GroupResult:
     """Times of the requests of one group, in milliseconds.
 
-    A request that has not started, or has no token, by the end of the run counts as far as it got.
+    If the run ends before a request starts or has a token, its time until then counts.
     """
 
     count: int
@@ -112,7 +112,7 @@ class Result:
 
     seconds: float
     steps: int
-    requests: int  # that have ended, by an abort too
+    requests: int  # ended requests, aborted requests included
     output_tokens: int
     tokens_per_s: float
     output_per_s: float

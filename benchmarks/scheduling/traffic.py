@@ -24,8 +24,8 @@ def generated_tokens(seeds: Any, positions: Any) -> Any:
     """Return the tokens that requests of these seeds generate at these positions, in [0, STOP_ID).
 
     Args:
-        seeds: int64[n], or one.
-        positions: int64[n], or one; counted from the beginning of the prompt.
+        seeds: int64[n], or a number.
+        positions: int64[n], or a number; counted from the beginning of the prompt.
     """
     return (seeds * 7919 + positions * 104_729) % STOP_ID
 
@@ -98,9 +98,9 @@ class Load:
 
     Attributes:
         about: the load in words.
-        clients: returns fresh clients; two calls return equal ones.
+        clients: returns new clients; two calls return equal clients.
         seconds: the run ends at this time of the logical clock, or with the last request.
-        pool_tokens: of the KV pool, per rank.
+        pool_tokens: size of the KV pool in tokens, per rank.
         num_rows: requests that may run on a rank.
         chunk_tokens: prompt tokens per rank and step.
         context: tokens of a request at most; 0: as many as the pool holds.
@@ -129,7 +129,6 @@ class Load:
         return not self.sizes and not {"enable_priority_scheduling", "fair_share"} & set(self.args)
 
     def engine_sizes(self) -> EngineSizes:
-        """Return the sizes of the engine."""
         num_pages = self.pool_tokens // self.page_size
         sizes = EngineSizes(
             dp_size=self.dp_size,

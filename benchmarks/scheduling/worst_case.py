@@ -1,4 +1,4 @@
-"""Counts requests that wait although they fit next to the worst case of all running ones.
+"""Counts requests that wait although they fit next to the worst case of all running requests.
 
 In the worst case each request takes all the pages that its limit allows, and shares none. Such a
 request can start without any risk, if a row and prompt tokens of the step are left.
@@ -18,8 +18,8 @@ _MOST_LOOKED_AT = 256  # waiting requests of a step, oldest first
 class WorstCaseCheck:
     """Counts waiting requests after every fourth planned step, and those that could have started.
 
-    `num_waiting` counts each request once a step; `could_start` likewise, by the scheduler's reason
-    (`WaitReason.kind`).
+    Both count each request once per step: `num_waiting` in total, `could_start` by the scheduler's
+    reason (`WaitReason.kind`).
     """
 
     def __init__(self, scheduler: Scheduler) -> None:

@@ -2,12 +2,12 @@
 
     python -m benchmarks.serving.decode_beside_transfers --model-path FOLDER --direction in
 
-Some rows decode; meanwhile other requests arrive at a fixed pace, whose prompts are cached but for
-a token, and generate one. They use one history, which stays where it is, or several in turns, each
-of which moves: `in`, since the device's pool has no room for all, so each is fetched; `out`, since
-host memory has none, so each is copied once more (`write_through_selective`). So the two
-differ by nothing but the transfers. Blocks of both, and of rows that decode alone, alternate as
-A B C C B A, so that other load on the machine affects them alike.
+Some rows decode. Meanwhile other requests arrive at a fixed pace and generate one token; all of
+their prompts but one token is cached. They use one history, which does not move, or several in
+turns, each of which moves. With `in`, the device's pool has no room for all, so each is fetched.
+With `out`, host memory has none, so each is copied once more (`write_through_selective`). So the
+two differ only by the transfers. Blocks of both, and of rows that decode without other requests,
+alternate as A B C C B A, so that other load on the machine affects them alike.
 """
 
 import argparse
@@ -28,7 +28,6 @@ _MAX_OTHERS = 4
 
 
 def main() -> None:
-    """Measure as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model-path", required=True, help="folder with a config.json")
     parser.add_argument("--direction", choices=("in", "out"), required=True)
@@ -62,7 +61,7 @@ def main() -> None:
 
 
 class _Blocks:
-    """Blocks of decoding rows beside requests; `options` are the command line's."""
+    """Blocks of rows that decode while requests arrive; `options` are the command line's."""
 
     def __init__(self, engine: Engine, options: argparse.Namespace) -> None:
         self._engine, self._options, self._rng = engine, options, random.Random(0)

@@ -1,11 +1,11 @@
-"""The time of prompts beside a store that hangs, over their time without a store.
+"""The time of prompts with a store that hangs, over their time without a store.
 
     python -m benchmarks.serving.hanging_store --model-path models/demo --call exists
 
-Two engines keep prefixes in host memory, and one of them has a store below it, whose calls
-`exists`, `get` or `put` never return. After its first overdue transfer both answer the same
-prompts, which no cache holds, one at a time and in the order A B B A, so that other load on the
-machine affects both alike. The store's probes hang, too.
+Two engines keep prefixes in host memory, and one of them also has a store whose `exists`, `get` or
+`put` never returns. After its first overdue transfer both answer the same uncached prompts, one at
+a time and in the order A B B A, so that other load on the machine affects both alike. The store's
+probes hang, too.
 """
 
 import argparse
@@ -27,14 +27,14 @@ _CALLS = ("exists", "get", "put")
 
 
 class Times(NamedTuple):
-    """Of one prompt: on the clock, and of all processors, which other load affects less."""
+    """Times of one prompt: elapsed, and of all processors, which other load affects less."""
 
     wall_s: float
     cpu_s: float
 
 
 class HangingStore:
-    """A store one of whose calls never returns. It has every block, unless `put` hangs."""
+    """A store that hangs in one of its calls. It has every block, unless `put` hangs."""
 
     def __init__(self, hangs_in: str) -> None:
         self._hangs_in = hangs_in
@@ -44,7 +44,6 @@ class HangingStore:
             threading.Event().wait()
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
-        """Return whether each block is there."""
         self._enter("exists")
         return [self._hangs_in == "get" for _ in keys]
 
@@ -62,7 +61,6 @@ class HangingStore:
 
 
 def main() -> None:
-    """Measure as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model-path", required=True, help="folder with a config.json")
     parser.add_argument("--call", choices=_CALLS, default="exists", help="that hangs")

@@ -2,12 +2,12 @@
 
     python -m benchmarks.serving.host_turns --model-path FOLDER --history 4096
 
-An engine whose pool holds one conversation and a half serves several in turns: so each turn finds
-its history on the host. It is compared with a turn whose history is computed, with one that is
-repeated at once, whose history is on the device, and with one after a flush, whose history is in
-the store's folder alone (files that the system's own cache has dropped). All alternate, so that
-other load on the machine affects them alike. With `--hicache-fetch-policy always`, since the
-comparison itself decides between the two.
+The engine's pool holds one and a half conversations and serves several in turns, so each turn finds
+its history on the host. It is compared with three other turns: one that computes its history, one
+repeated at once with its history on the device, and one after a flush with its history only in the
+store's folder (the operating system's cache of these files is dropped). All alternate, so that
+other load on the machine affects them alike. Runs with `--hicache-fetch-policy always`: this
+comparison decides whether a fetch beats computing.
 """
 
 import argparse
@@ -26,7 +26,6 @@ _NEW_TOKENS = 32
 
 
 def main() -> None:
-    """Print the medians and their ratios."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model-path", required=True, help="folder with a config.json")
     parser.add_argument("--history", type=int, default=4096, help="tokens")

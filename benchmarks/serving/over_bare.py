@@ -1,9 +1,9 @@
 """The whole server's speed over the bare programs': `python -m benchmarks.serving.over_bare`.
 
-A server of its own process serves a few streams over HTTP, each of which sends its next request
-when its last one has ended. The same tokens are computed by the same compiled programs, launched
-one after another with nothing between them: the prompts in as few steps as hold them, then a decode
-step of all streams for each token. Blocks come in the order served, bare, bare, served.
+A server in a separate process serves a few streams over HTTP, each of which sends its next request
+when its last one has ended. The same compiled programs compute the same tokens, launched one after
+another with nothing between them: the prompts in as few steps as hold them, then a decode step of
+all streams for each token. Blocks come in the order served, bare, bare, served.
 """
 
 import asyncio
@@ -21,8 +21,7 @@ from sgl_jax.executor.model_executor import ModelExecutor
 
 
 def bare_seconds(load: Load, executor: ModelExecutor) -> float:
-    """Return seconds of the bare programs for the same tokens; each stream has one request at a
-    time."""
+    """Return seconds of the bare programs for the same tokens, one request per stream at once."""
     sizes = executor.sizes
     at_once = max(1, min(sizes.max_chunk_tokens // load.prompt_len, load.num_streams))
     prefill = prefill_plan(sizes, at_once, load.prompt_len)

@@ -1,8 +1,7 @@
-"""A load of streams on a server of its own process, and rounds that compare two ways to run it.
+"""A load of streams on a server in a separate process, and rounds that compare two ways to run it.
 
-A round has four blocks, one way outside and the other within, so that a machine whose speed drifts
-spoils the ratio least. Client and server share the machine's cores with the device, if that is a
-CPU.
+A round has four blocks, A B B A, so that a drift of the machine's speed affects the ratio least.
+Client and server share the machine's cores with the device, if it is a CPU.
 """
 
 import argparse
@@ -44,7 +43,6 @@ class Load:
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of output tokens in all."""
         return self.num_streams * self.num_requests * self.output_len
 
     async def serve(self, port: int, prompts: Prompts) -> float:
@@ -97,7 +95,7 @@ class Load:
 
 @contextmanager
 def server(flags: Sequence[str], checkout: Path | None = None) -> Iterator[int]:
-    """Start a server with these flags, of another `checkout` if given; its port once ready."""
+    """Start a server with these flags, from `checkout` if given; yield its port once ready."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
@@ -142,7 +140,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def load_of(options: argparse.Namespace) -> Load:
-    """Return the load of these flags."""
     return Load(options.num_streams, options.num_requests, options.prompt_len, options.output_len)
 
 
@@ -154,7 +151,7 @@ def print_rounds(
 ) -> None:
     """Print tokens per second of the two `names`, and the second's over the first's, by rounds.
 
-    `times` runs the four blocks of a round; it returns the seconds of both blocks of each name.
+    `times` runs the four blocks of a round and returns the seconds of both blocks of each name.
     """
     first, second = names
     print(f"{first + ' tok/s':>15}{second + ' tok/s':>15}{f'{second} / {first}':>17}")

@@ -1,17 +1,19 @@
-"""The cost of a turn in a streaming session, against sending the whole conversation again.
+r"""The cost of a turn in a streaming session, against sending the whole conversation again.
 
     python -m benchmarks.serving.session_turns --base-url http://127.0.0.1:30000 \
         --label "radix cache" --output turns.jsonl
     python -m benchmarks.serving.session_turns --plot turns.jsonl docs/images/session_turns.svg
     python -m benchmarks.serving.session_turns --num-sessions 8 --num-turns 150
 
-The last of these takes many turns of several sessions at once, and prints how much slower the last
-ones are than their first ones, and than the first ones of new sessions; its server needs
-`--max-running-requests` of twice as many, since each session keeps a row. The others compare: for
-each length of the history, one conversation is brought to that length, and then grows by short
-turns, each taken twice in turn: in the session, which gets the new tokens alone, and without one,
-which gets them all. Random tokens, greedy, a few tokens out. Medians over the turns; the two ways
-alternate, so that other load on the machine affects both alike.
+The first command measures: for each length of the history, one conversation is brought to that
+length, and then grows by short turns. Each turn is taken twice: in the session, which gets only the
+new tokens, and without one, which gets them all. Random tokens, greedy, a few tokens out. Medians
+over the turns; the two ways alternate, so that other load on the machine affects both alike.
+
+The second command draws earlier measurements. The third takes many turns of several sessions at
+once, and prints how much slower the last turns are than the sessions' first turns, and than the
+first turns of new sessions. Its server needs `--max-running-requests` of twice as many, since each
+session keeps a row.
 """
 
 import argparse
@@ -43,7 +45,6 @@ class Point(NamedTuple):
     resend_cached: int
 
     def line(self) -> str:
-        """Return the line of the table."""
         return (
             f"| {self.label} | {self.history_len:,} | {self.session_ms:.1f} | "
             f"{self.resend_ms:.1f} | {self.resend_ms / self.session_ms:.2f} | "
@@ -133,18 +134,14 @@ def measure(
 def measure_growth(
     client: Client, num_sessions: int, num_turns: int, num_new: int, num_output: int
 ) -> str:
-    """Return the latency of the last fifth of the turns, over the first fifth's and over new
-    sessions'.
+    """Return the latency of the last fifth of turns over the first fifth's and new sessions'.
 
     Sessions take all their turns. Then they take a fifth more, alternating with as many new
-    sessions
-    that take their first turns, so that other load on the machine affects both alike. The very
-    first
-    turn, which opens a history, is not counted.
+    sessions that take their first turns, so that other load on the machine affects both alike. The
+    very first turn, which opens a history, is not counted.
 
     Raises RuntimeError if the server did not keep all of these sessions in place. Each session
-    holds
-    a row, so the server needs `--max-running-requests` of twice as many.
+    holds a row, so the server needs `--max-running-requests` of twice as many.
     """
     part = max(num_turns // 5, 1)
     evicted = client.num_evicted_sessions()
@@ -209,7 +206,6 @@ class _Conversations:
         return [ms for _, ms in results]
 
     def close(self) -> None:
-        """Close all of them."""
         for session_id in self._ids:
             self._client.post("/close_session", {"session_id": session_id})
 

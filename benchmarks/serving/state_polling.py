@@ -1,9 +1,9 @@
 """The cost of clients that poll the server's state: `python -m benchmarks.serving.state_polling`.
 
-For each route that reads the engine's state, 16 connections ask again as soon as they are answered,
-while streams are served. The table has the served tokens per second, and the processor time of the
-engine process and of the server process per token, each over the same without pollers. `/health`,
-which reads nothing of the engine, shows what the pollers' own processor time and HTTP cost.
+For each route that reads the engine's state, 16 connections poll without a pause while streams are
+served. The table has the served tokens per second, and the processor time of the engine process and
+of the server process per token, each over the same without pollers. `/health`, which reads nothing
+of the engine, shows the cost of the pollers' processor time and of HTTP.
 """
 
 import argparse

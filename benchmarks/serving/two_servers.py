@@ -1,15 +1,15 @@
-"""Two servers under one load, in turn: `python -m benchmarks.serving.two_servers`.
+r"""Two servers under one load, in turn: `python -m benchmarks.serving.two_servers`.
 
     python -m benchmarks.serving.two_servers --second-checkout DIR
     python -m benchmarks.serving.two_servers --second-flags="--quantization int8"
     python -m benchmarks.serving.two_servers --second-checkout DIR --num-tools 4 --tasks call sum
-    python -m benchmarks.serving.two_servers --model-path models/demo_hybrid --num-streams 1 \\
-        --tasks recall recall_long sort reverse --output-len 200 \\
+    python -m benchmarks.serving.two_servers --model-path models/demo_hybrid --num-streams 1 \
+        --tasks recall recall_long sort reverse --output-len 200 \
         --second-flags="--speculative-algorithm MTP --speculative-num-draft-tokens 3"
 
 The first server runs this checkout. The second runs another one, or this one with more flags. Both
-stay up for the whole run and serve in the order first, second, second, first; a block of one and
-the block of the other beside it have the same prompts.
+stay up for the whole run and serve in the order first, second, second, first. Adjacent blocks of
+the two servers have the same prompts.
 """
 
 import argparse
@@ -98,7 +98,7 @@ def _prompts(
 
 
 def _tools(number: int) -> list[Any]:
-    """Return tools that the model may call, with the weather's name and others'."""
+    """Return `number` tools that the model may call: the weather tool, and renamed copies."""
     functions = [GET_WEATHER["function"] | {"name": f"get_weather_{i}"} for i in range(1, number)]
     others = [{"type": "function", "function": each} for each in functions]
     return [GET_WEATHER, *others][:number]

@@ -2,8 +2,8 @@
 
 Served tokens per second while a viewer has the memory view open and metrics are scraped each
 second, over tokens per second of the same server without them. Blocks come in the order quiet,
-watched, watched, quiet, and the ratio is that of each such round. Viewer and scraper are processes
-of their own, which share the machine's cores with client, server and device.
+watched, watched, quiet, and the ratio is that of each such round. Viewer and scraper are separate
+processes, which share the machine's cores with client, server and device.
 """
 
 import asyncio

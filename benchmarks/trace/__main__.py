@@ -2,8 +2,11 @@
 
     python -m benchmarks.trace {windows,states} FILE
 
-`windows`: models with sliding windows, beside one whose layers keep everything, in the same memory.
-`states`: a model with recurrent layers, by the memory of its snapshots, beside one with all states.
+`windows`: models with sliding windows, next to one whose layers keep everything, in the same
+memory.
+
+`states`: a model with recurrent layers, by the memory of its snapshots, next to one with all
+states.
 """
 
 import argparse

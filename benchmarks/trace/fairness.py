@@ -3,10 +3,10 @@
 usage: python -m benchmarks.trace.fairness RECORDING [--seconds 600]
 
 Requests of recorded traffic go through the real scheduler on a logical clock, with a fake executor.
-They arrive twice as fast as they did, and about three times as fast as the engine serves them. Each
-conversation belongs to one tenant, and the first tenant has ten times as many as each of the
-others. The same is run with --fair-share off and tokens. Jain's index is of the weighted tokens
-that a tenant was served (prompt tokens that were computed once, output tokens twice): 1 if all were
+They arrive at twice the recorded rate, about three times as fast as the engine serves them. Each
+conversation belongs to one tenant, and the first tenant has ten times as many conversations as each
+other tenant. The load runs with --fair-share off and with tokens. Jain's index is of the weighted
+tokens served to each tenant (computed prompt tokens count once, output tokens twice): 1 if all were
 served alike, 0.1 if one was served everything.
 """
 
@@ -48,8 +48,6 @@ SIZES = EngineSizes(
 
 
 class Outcome(NamedTuple):
-    """The figures of one run."""
-
     jain: float
     tokens_per_s: float  # prompt and output tokens of all tenants
     hit_rate: float
@@ -65,7 +63,7 @@ def tenant_of(request: TracedRequest) -> Tenant:
 
 
 def run(requests: Sequence[TracedRequest], fair_share: str, seconds: float) -> Outcome:
-    """Serve for so many seconds of the logical clock, at most until the last arrival."""
+    """Serve for `seconds` seconds of the logical clock, at most until the last arrival."""
     args = SchedulerArgs(fair_share=fair_share, max_queued_requests=len(requests))
     scheduler, executor = Scheduler(SIZES, args), DistinctAnswers(SIZES)
     arriving = deque(enumerate(requests))
@@ -109,7 +107,6 @@ def run(requests: Sequence[TracedRequest], fair_share: str, seconds: float) -> O
 
 
 def main() -> None:
-    """Print both runs and their ratios."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("recording", type=Path, help="recorded traffic, JSON lines")
     parser.add_argument("--seconds", type=float, default=600.0, help="of the logical clock")

@@ -1,7 +1,7 @@
 """Recorded prompts through the memory of a model with recurrent layers, one after another.
 
 The prefix cache of such a model serves a prompt only as far as a snapshot of the states was kept.
-Beside it stands an oracle of the same KV that keeps the state after every page, for nothing.
+It is compared with an oracle of the same KV that keeps the state after every page at no cost.
 Prompts are computed in chunks, each published as it is computed; outputs are not kept.
 """
 
@@ -32,7 +32,7 @@ class RecurrentMix(NamedTuple):
 
     name: str
     snapshot_tokens: int  # tokens whose KV takes as many bytes
-    interval: int  # tokens between snapshots, beside prompts' ends and branches
+    interval: int  # tokens between snapshots; prompts' ends and branches have more
 
     def num_snapshots(self, kv_tokens: int, share: float) -> int:
         """Return the snapshots that take `share` of the bytes of the KV of `kv_tokens` tokens."""
@@ -45,8 +45,7 @@ QWEN3_NEXT = RecurrentMix("Qwen3-Next-80B-A3B", 3144, 4096)
 
 
 class RecurrentRates(NamedTuple):
-    """Shares of prompt tokens served: by the oracle, and by snapshots of so many bytes to the KV's
-    one."""
+    """Shares of prompt tokens served, by the oracle and by snapshots' bytes over the KV's bytes."""
 
     oracle: float
     by_share: dict[float, float]
@@ -124,13 +123,13 @@ class StatesReplay:
         self.memory = RankMemory(0, self.sizes, eviction_policy=policy)
 
     def serve_all(self, prompts: Iterable[Int32Array]) -> int:
-        """Serve each; how many prompt tokens were found. Ends with a proof of the memory."""
+        """Serve each prompt; return the prompt tokens found. Check the memory at the end."""
         num_found = sum(map(self.serve, prompts))
         audit(self.memory, 0)
         return num_found
 
     def serve(self, tokens: Int32Array) -> int:
-        """Match a prompt, compute the rest in chunks, and keep it; how many tokens were found."""
+        """Match a prompt, compute the rest in chunks, and keep it; return the tokens found."""
         memory, matchable = self.memory, tokens[:-1]
         wanted = self._lengths_to_keep(matchable)
         lease = memory.open_lease(matchable)

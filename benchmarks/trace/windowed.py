@@ -1,10 +1,10 @@
 """Recorded prompts through the prefix tree of a model with sliding windows, and of one without.
 
 Both have the same memory, counted in pages of one layer. Without windows every layer keeps every
-token; with them, windowed layers keep the pages that the tree retains. Like in
+token; with them, windowed layers keep the pages that the tree retains. As in
 `sgl_jax.bench.trace.cache_only`, requests run one after another, and prompts are kept but outputs
-are not; here they are computed in chunks, each published as it is computed, and pages behind the
-window are freed on the way.
+are not. Here prompts are computed in chunks: each chunk is published when computed, and pages
+before the window are freed.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class LayerMix(NamedTuple):
     num_full: int
     num_windowed: int
     sliding_window: int  # tokens
-    # Share of the memory in a pool for windows alone; 0: one pool, groups of equal layers.
+    # Share of the memory in a pool for windows only; 0: one pool, groups of equal layers.
     window_share: float = 0.0
 
 
@@ -50,8 +50,7 @@ class WindowedRate(NamedTuple):
 def windowed_hit_rates(
     trace: Trace, capacity: int, mix: LayerMix, *, page_size: int, policy: str
 ) -> WindowedRate:
-    """Return the shares of prompt tokens served by trees with the windows of `mix` and without
-    windows.
+    """Return shares of prompt tokens served by trees with the windows of `mix` and without.
 
     `capacity` counts blocks of 512 tokens, of all layers. Longer prompts are left out of both.
     """
@@ -66,8 +65,7 @@ def windowed_hit_rates(
 
 
 def _pools(mix: LayerMix, num_pages: int) -> tuple[tuple[CacheGroup, ...], list[int]]:
-    """Return the groups of a mix and their pools, in the memory of `num_pages` pages of all its
-    layers."""
+    """Return a mix's groups and pools, in the memory of `num_pages` pages of all its layers."""
     if not mix.window_share:
         num_groups = 2 * num_pages
         return (CacheGroup(None), CacheGroup(mix.sliding_window)), [num_groups]
@@ -78,7 +76,7 @@ def _pools(mix: LayerMix, num_pages: int) -> tuple[tuple[CacheGroup, ...], list[
 
 
 class Replay:
-    """A tree and its pools of so many pages each, and one request at a time."""
+    """A tree and its pools of `pool_pages` pages; requests run one at a time."""
 
     def __init__(
         self, groups: Sequence[CacheGroup], pool_pages: Sequence[int], page_size: int, policy: str
@@ -89,7 +87,7 @@ class Replay:
         self.cache = RadixCache(groups, self.allocators, page_size, eviction_policy=policy)
 
     def serve_all(self, requests: Sequence[TracedRequest]) -> int:
-        """Serve each; how many prompt tokens were found. Ends with a proof of the tree."""
+        """Serve each request; return the prompt tokens found. Check the tree at the end."""
         num_found = 0
         for request in requests:
             num_found += min(self.serve(block_tokens(request.block_ids)), request.input_len)
@@ -97,7 +95,7 @@ class Replay:
         return num_found
 
     def serve(self, tokens: Int32Array) -> int:
-        """Match a prompt, compute the rest in chunks, and keep it; how many tokens were found."""
+        """Match a prompt, compute the rest in chunks, and keep it; return the tokens found."""
         match = self.cache.match_prefix(tokens)
         node, length = match.node, match.length
         pages = np.zeros((len(self.groups), len(tokens) // self.page_size), np.int32)
