@@ -35,8 +35,8 @@ ASSUMPTIONS = (
     "kernels, between its start and its end in the compiler's schedule",
     "requests are greedy, report no log-probabilities, share no prefix, and are all alike; "
     "experts are equally likely",
-    "the host is never waited for; a prefix is loaded at the full rate of its links, behind no "
-    "other, from a store through host memory, and is computed in chunks of prompts like it",
+    "steps never wait for the host; a prefix is loaded at the full rate of its links, from a store "
+    "through host memory, while no other is loaded, and is computed in chunks of similar prompts",
 )
 
 _ALWAYS_SHOWN = ("model_path", "dp_size", "tp_size")

@@ -277,7 +277,9 @@ class SessionParams(StrictModel):
     """`session_params`: the session that a request continues, and how."""
 
     id: SessionId
-    rid: Rid | None = Field(default=None, description="the turn to append to; null starts anew")
+    rid: Rid | None = Field(
+        default=None, description="the turn to append to; null starts a new conversation"
+    )
     offset: int | None = Field(
         default=None, ge=-INT32, lt=INT32, description="tokens of the history to keep; 0: all"
     )

@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=4,
         metavar="N",
-        help="times that the traffic comes, each with prefixes of its own (%(default)s)",
+        help="repetitions of the traffic, each with different prefixes (%(default)s)",
     )
     parser.add_argument(
         "--policies",

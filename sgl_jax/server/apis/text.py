@@ -37,7 +37,8 @@ class TokenizeBody(StrictModel):
         default=None, min_length=1, description="instead of prompt: as the chat template writes it"
     )
     add_special_tokens: bool | None = Field(
-        default=None, description="of a prompt; default: true. Templates write their own"
+        default=None,
+        description="of a prompt; default: true. Chat templates write special tokens themselves",
     )
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = Field(
