@@ -42,7 +42,7 @@ def dump_rank(memory: RankMemory) -> dict[str, Any]:
         "leases": _leases,
         "sessions": _sessions,
         "rows": _rows,
-        "free_rows": lambda memory: memory.rows.free_rows().tolist(),
+        "free_rows": lambda memory: memory.row_pool.free_rows().tolist(),
         "tree": _tree,
         "pools": lambda memory: [_pool(allocator) for allocator in memory.allocators],
     }
@@ -83,7 +83,7 @@ def _sessions(memory: RankMemory) -> list[dict[str, Any]]:
 def _rows(memory: RankMemory) -> list[dict[str, Any]]:
     """List each row if it is held, or free but not clean."""
     rows = memory.rows
-    held = set(rows.held_rows().tolist())
+    held = set(memory.row_pool.held_rows().tolist())
     return [
         {
             "row": row,

@@ -15,7 +15,7 @@ takes a namespace, so none can use another.
 from sgl_jax.core.cache_groups import CacheGroup
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.errors import LeaseError
-from sgl_jax.mem_cache.pages.req_to_token_pool import ReqToTokenPool
+from sgl_jax.mem_cache.pages.req_to_token_pool import RowTables
 from sgl_jax.mem_cache.tree_node import TreeNode
 
 
@@ -25,7 +25,7 @@ class KVLease:
 
     __slots__ = ("_rows", "dp_rank", "namespace", "node", "released", "row")
 
-    def __init__(self, dp_rank: int, row: int, rows: ReqToTokenPool, namespace: str = "") -> None:
+    def __init__(self, dp_rank: int, row: int, rows: RowTables, namespace: str = "") -> None:
         self.dp_rank = dp_rank
         self.row = row
         self.namespace = namespace

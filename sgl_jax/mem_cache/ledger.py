@@ -79,12 +79,16 @@ def _imbalance(memory: RankMemory) -> str | None:
             f"{num_locking} rows have locked {protected} tokens, the tree gave "
             f"{cache.tree.num_locks} locks on {cache.tree.num_locked_tokens} tokens"
         )
+    num_idle = memory.sessions.num_idle
     for locked, num_protected in zip(memory.locked, cache.num_protected, strict=True):
-        if locked.num_locked != num_protected:
+        # Idle sessions also lock their own pages.
+        if locked.num_locked < num_protected or (
+            locked.num_locked > num_protected and not num_idle
+        ):
             return f"leases have locked {locked.num_locked} pages, the tree counts {num_protected}"
-    if memory.num_session_pages and not memory.sessions.num_idle:
-        return f"no session is idle, and {memory.num_session_pages} pages are held for some"
-    held, free, total = rows.num_held, rows.num_free, rows.num_rows - 1
+        if locked.num_idle and not num_idle:
+            return f"no session is idle, and {locked.num_idle} pages are held for some"
+    held, free, total = memory.row_pool.num_held, memory.row_pool.num_free, rows.num_rows - 1
     if held != len(memory.leases) or held + free != total:
         return f"{held} rows are held by {len(memory.leases)} leases, {free} are free, of {total}"
     return None

@@ -72,7 +72,7 @@ def locks_of(memory: RankMemory) -> list[tuple[TreeNode, FirstPages]]:
 def check_holders(memory: RankMemory) -> Iterator[Finding]:
     """Check that each row is free or has one lease, and each lease one request or session."""
     rows = memory.rows
-    free, held = rows.free_rows(), rows.held_rows()
+    free, held = memory.row_pool.free_rows(), memory.row_pool.held_rows()
     listed = np.sort(np.concatenate([free, held]))
     if not np.array_equal(listed, np.arange(1, rows.num_rows)):
         yield Finding(f"rows are not free or held once each: free {free}, held {held}")
@@ -87,7 +87,7 @@ def check_holders(memory: RankMemory) -> Iterator[Finding]:
 def check_rows(memory: RankMemory, first: int, end: int) -> Iterator[Finding]:
     """Check that the columns of rows [first, end) agree with each other."""
     rows, page_size = memory.rows, memory.page_size
-    for row in np.setdiff1d(np.arange(first, end), rows.held_rows()).tolist():
+    for row in np.setdiff1d(np.arange(first, end), memory.row_pool.held_rows()).tolist():
         if rows.lengths[:, row].any() or rows.pages[row].any():
             yield Finding(f"row {row} is free, but not clean", rows.pages[row][rows.pages[row] > 0])
         if (rows.state_lens[:, row] != NO_STATE).any():
@@ -179,15 +179,15 @@ def check_locked_pages(memory: RankMemory, leases: list[KVLease]) -> Iterator[Fi
     """Recompute the lock counts that leases update when they lock, change their holder, and end."""
     idle_rows = {lease.row for _, lease in memory.sessions.idle()}
     for pool, allocator in enumerate(memory.allocators):
-        expected, num_held = LockedPages(allocator.num_pages), 0
+        expected = LockedPages(allocator.num_pages)
         for lease in leases:
-            protected = lease.cache_protected_len
-            locked = memory.by_pool(lease.pages(memory.page_size, 0, protected))[pool]
+            is_idle = lease.row in idle_rows
+            end = lease.kv_allocated_len if is_idle else lease.cache_protected_len
+            locked = memory.by_pool(lease.pages(memory.page_size, 0, end))[pool]
             locked = locked[(locked >= 0) & (locked < allocator.num_pages)]
             expected.lock(locked)
-            if lease.row in idle_rows:
+            if is_idle:
                 expected.mark_idle(locked)
-                num_held += len(memory.by_pool(lease.pages(memory.page_size, protected))[pool])
         counted = memory.locked[pool]
         differing = counted.differing(expected)
         if len(differing):
@@ -197,11 +197,6 @@ def check_locked_pages(memory: RankMemory, leases: list[KVLease]) -> Iterator[Fi
             yield Finding(
                 f"pages locked by (running, idle, any) leases: {counted.totals} were counted, a "
                 f"walk finds {expected.totals}"
-            )
-        if memory.session_held[pool] != num_held:
-            yield Finding(
-                f"idle sessions hold {num_held} pages of their own, "
-                f"{memory.session_held[pool]} were counted"
             )
 
 

@@ -5,35 +5,162 @@ group's pages belong to one pool. Admission counts pages of the first pool: any 
 only windows, and has enough pages for all rows at once.
 
 The scheduler holds one `RankMemory` per rank; no method takes a rank. Leases begin here
-(`open_lease`), grow here, and end only in `release.py`. `row_growth.py` grows and commits the rows
-of all ranks at once; `grow_rows` and `commit_rows` here do so for one rank.
+(`open_lease`) and end only in `release.py`. `row_growth.py` grows and commits the rows of all ranks
+at once; `grow_rows` and `commit_rows` here do so for one rank.
 """
+
+from functools import partial
+from typing import Protocol
 
 import numpy as np
 
+from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.step_plan import Int32Array, RowIndex
 from sgl_jax.mem_cache.lease import KVLease, first_page_of
 from sgl_jax.mem_cache.memory_view import PAGE_COUNTS, MemoryView, PoolView
-from sgl_jax.mem_cache.rank_records import RankRecords
+from sgl_jax.mem_cache.pages.locked_pages import LockedPages
+from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
+from sgl_jax.mem_cache.pages.req_to_token_pool import ReqToTokenPool, RowTables
 from sgl_jax.mem_cache.row_growth import commit_rows, grow_rows, pages_held_and_lacking
-from sgl_jax.mem_cache.row_states import resumable_len
+from sgl_jax.mem_cache.session_leases import SessionLeases
+from sgl_jax.mem_cache.tree.block_log import BlockLog
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
+from sgl_jax.mem_cache.tree.radix_cache import ChunkCache, RadixCache
 from sgl_jax.mem_cache.tree_node import TreeNode
 
+# When pages must be evicted, further pages are evicted ahead of need: one per this many pages of
+# the pool, and at most this many.
+_PAGES_PER_EVICTED = 512
+_MAX_EVICTED_AHEAD = 256
 
-class RankMemory(RankRecords):
-    """The memory of a rank, with the arguments of `RankRecords`."""
+
+class CacheWatcher(Protocol):
+    """Receives the prefixes that a rank's cache gains and that its requests find there."""
+
+    def gained(self, tokens: Int32Array, namespace: str) -> None: ...
+
+    def used(self, tokens: Int32Array, namespace: str) -> None: ...
+
+
+class RankMemory:
+    """The memory of rank `dp_rank`, with the given sizes and eviction policy (of `RadixCache`). If
+    given, `tables` holds the rows' columns: views of all ranks' columns."""
+
+    def __init__(
+        self,
+        dp_rank: int,
+        sizes: EngineSizes,
+        *,
+        use_radix_cache: bool = True,
+        eviction_policy: str = "adaptive",
+        tables: RowTables | None = None,
+    ) -> None:
+        self.dp_rank = dp_rank
+        self.sizes = sizes
+        self.page_size = sizes.page_size
+        self.groups = sizes.groups
+        # True if every row lists every page up to its allocated length.
+        self.lists_all = len(sizes.groups) == 1 and sizes.groups[0].sliding_window is None
+        # The numbers of the recurrent group and of its pool of states; None without recurrent
+        # layers.
+        self.state_group = sizes.state_group
+        self.state_pool = None if self.state_group is None else sizes.groups[self.state_group].pool
+        if self.state_pool == 0:
+            raise ValueError("states need a pool of their own, after the first pool of pages")
+        num_groups, num_pools = len(sizes.groups), len(sizes.pool_pages)
+        self.rows = tables or RowTables.empty(sizes.num_rows, num_groups, sizes.pages_per_row)
+        self.row_pool = ReqToTokenPool(self.rows)
+        # The numbers of each pool's groups.
+        self.groups_of = [
+            [number for number, group in enumerate(sizes.groups) if group.pool == pool]
+            for pool in range(num_pools)
+        ]
+        self._paged_groups = [
+            number for number, group in enumerate(sizes.groups) if not group.is_recurrent
+        ]
+        # The first pool's groups, and how many pages of each a row may list.
+        first = self.groups_of[0]
+        most = [sizes.row_pages(sizes.groups[number]) for number in first]
+        self.first_tables = np.array(first, np.intp), np.array(most, np.intp)
+        # By pool: the pages that a row takes per page of tokens.
+        self._num_tables = [
+            sum(not sizes.groups[number].is_recurrent for number in numbers)
+            for numbers in self.groups_of
+        ]
+        self.allocators = tuple(
+            PageAllocator(num_pages, self._pool_name(pool))
+            for pool, num_pages in enumerate(sizes.pool_pages)
+        )
+        self.allocator = self.allocators[0]  # the pool that limits admission
+        self._make_cache = partial(
+            RadixCache if use_radix_cache else ChunkCache,
+            sizes.groups,
+            self.allocators,
+            sizes.page_size,
+            eviction_policy=eviction_policy if use_radix_cache else "lru",
+        )
+        self.cache = self._make_cache()
+        self.watcher: CacheWatcher | None = None
+        self.sessions = SessionLeases()
+        self.leases: dict[int, KVLease] = {}  # by row
+        self.locked = self._no_locks()
+        self._num_evicted_ahead = [
+            min(num_pages // _PAGES_PER_EVICTED, _MAX_EVICTED_AHEAD)
+            for num_pages in sizes.pool_pages
+        ]
+
+    def _pool_name(self, pool: int) -> str:
+        if len(self.groups) == 1:
+            return f"rank {self.dp_rank}"
+        if pool == self.state_pool:
+            return f"rank {self.dp_rank}, states"
+        windows = [self.groups[number].sliding_window for number in self.groups_of[pool]]
+        kinds = ["full" if window is None else f"window {window}" for window in windows]
+        return f"rank {self.dp_rank}, {' and '.join(kinds)}"
+
+    def _no_locks(self) -> tuple[LockedPages, ...]:
+        return tuple(LockedPages(num_pages) for num_pages in self.sizes.pool_pages)
+
+    def rebuild(self) -> None:
+        """Reset all memory records without reading them, since they may be inconsistent.
+
+        Afterwards every page and row is free and every lease released. No step launched before may
+        still run on the device.
+        """
+        for lease in self.leases.values():
+            lease.released, lease.node = True, None
+        self.leases.clear()
+        self.row_pool.reset()
+        for allocator in self.allocators:
+            allocator.reset()
+        block_log = self.cache.tree.block_log
+        self.cache = self._make_cache(num_evicted=self.cache.num_evicted)
+        self.cache.tree.block_log = block_log
+        if block_log is not None:
+            block_log.cleared()
+        self.sessions = SessionLeases()
+        self.locked = self._no_locks()
+
+    def log_blocks(self) -> BlockLog:
+        """Log all pages that enter or leave the cache; call this before the first lease."""
+        log = self.cache.tree.block_log = BlockLog()
+        return log
+
+    @property
+    def num_available_pages(self) -> int:
+        """Return the first pool's free pages plus the pages that eviction can free."""
+        return self.allocator.num_free + self.cache.num_evictable[0]
 
     @property
     def num_session_pages(self) -> int:
         """Count the pages of the first pool that only idle sessions hold, each once."""
-        return self.session_held[0] + self.locked[0].num_idle
+        return self.locked[0].num_idle
 
     @property
     def num_reclaimable_pages(self) -> int:
         """Return the pages available if every idle session were evicted, in O(1)."""
-        num_idle = self.cache.num_protected[0] - self.locked[0].num_running
-        return self.num_available_pages + num_idle + self.session_held[0]
+        num_idle = self.locked[0].num_locked - self.locked[0].num_running
+        return self.num_available_pages + num_idle
 
     @property
     def can_keep_state(self) -> bool:
@@ -42,6 +169,10 @@ class RankMemory(RankRecords):
         return (
             pool is None or self.allocators[pool].num_free > 0 or self.cache.num_evictable[pool] > 0
         )
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Return the pages of a group that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.page_size)
 
     def request_pages(self, num_tokens: int) -> int:
         """Return the maximum pages of the first pool that a request of `num_tokens` holds."""
@@ -57,12 +188,22 @@ class RankMemory(RankRecords):
         firsts = self.rows.first_pages[self.groups_of[0], lease.row]
         return int((num_pages - firsts).sum())
 
-    def can_go_back(self, lease: KVLease, length: int) -> bool:
-        """Return whether `lease` can resume from its first `length` tokens or, with recurrent
-        layers, from the last state within them."""
-        if self.state_group is not None:
-            return resumable_len(self, lease, length) >= 0
-        return self.sees_windows(lease, length)
+    def sees_windows(self, lease: KVLease, length: int) -> bool:
+        """Return whether no window has passed the pages that the token after `length` reads."""
+        return self.lists_all or all(
+            group.sliding_window is None
+            or group.is_recurrent
+            or self.rows.first_pages[number, lease.row]
+            <= first_page_of(group.sliding_window, self.page_size, length)
+            for number, group in enumerate(self.groups)
+        )
+
+    def by_pool(self, pages: Int32Array) -> list[Int32Array]:
+        """Return the listed pages of `pages` int32[groups, n], for each pool."""
+        if self.lists_all:
+            return [pages[0]]
+        in_pools = [pages[numbers].reshape(-1) for numbers in self.groups_of]
+        return [listed[listed != 0] for listed in in_pools]
 
     def open_lease(self, prefix: Int32Array, namespace: str = "") -> KVLease:
         """Take a row with the longest prefix of `prefix` cached under `namespace`.
@@ -70,7 +211,7 @@ class RankMemory(RankRecords):
         `prefix` must leave out at least the request's last token, because its logits are always
         recomputed. Raise `LeaseError` if no row is free.
         """
-        row = self.rows.alloc()
+        row = self.row_pool.alloc()
         lease = KVLease(self.dp_rank, row, self.rows, namespace)
         match = self.cache.match_prefix(prefix, namespace)
         if self.watcher is not None and match.length:
@@ -116,25 +257,43 @@ class RankMemory(RankRecords):
             node = node.parent
         return 0
 
+    def lock(self, pages: Int32Array) -> None:
+        """Lock `pages` int32[groups, n] of the tree for a running request."""
+        for locked, listed in zip(self.locked, self.by_pool(pages), strict=True):
+            locked.lock(listed)
+
+    def unlock(self, pages: Int32Array) -> None:
+        for locked, listed in zip(self.locked, self.by_pool(pages), strict=True):
+            locked.unlock(listed)
+
     def mark_idle(self, lease: KVLease) -> None:
-        """Count `lease` as an idle session's instead of a running request's."""
-        for locked, listed in zip(self.locked, self._locked_pages(lease), strict=True):
+        """Count `lease` as an idle session's, with a lock on its own pages too, instead of a
+        running request's."""
+        self.lock(lease.pages(self.page_size, lease.cache_protected_len))
+        for locked, listed in zip(self.locked, self._pages_of(lease), strict=True):
             locked.mark_idle(listed)
-        self._count_held(lease, 1)
 
     def mark_running(self, lease: KVLease) -> None:
         """Count `lease` as a running request's instead of an idle session's."""
-        for locked, listed in zip(self.locked, self._locked_pages(lease), strict=True):
+        for locked, listed in zip(self.locked, self._pages_of(lease), strict=True):
             locked.mark_running(listed)
-        self._count_held(lease, -1)
+        self.unlock(lease.pages(self.page_size, lease.cache_protected_len))
 
-    def _locked_pages(self, lease: KVLease) -> list[Int32Array]:
-        return self.by_pool(lease.pages(self.page_size, 0, lease.cache_protected_len))
+    def _pages_of(self, lease: KVLease) -> list[Int32Array]:
+        return self.by_pool(lease.pages(self.page_size))
 
-    def _count_held(self, lease: KVLease, sign: int) -> None:
-        own = self.by_pool(lease.pages(self.page_size, lease.cache_protected_len))
-        for pool, listed in enumerate(own):
-            self.session_held[pool] += sign * len(listed)
+    def make_room(self, num_pages: int) -> bool:
+        """Evict until `num_pages` pages are free for each group; return False, evicting nothing, if
+        impossible.
+
+        A few pages more than needed are evicted: a decode step takes a few pages, and evicting many
+        at once costs the host little more than evicting few.
+        """
+        for num_tables, allocator in zip(self._num_tables, self.allocators, strict=True):
+            if num_pages * num_tables > allocator.num_free:
+                counts = [num_pages * num_tables for num_tables in self._num_tables]
+                return self.cache.make_room(counts, self._num_evicted_ahead)
+        return True
 
     def pages_to_grow(self, rows: RowIndex, allocated_lens: Int32Array) -> Int32Array:
         """Return the first pool's pages that each row lacks for these lengths, int32[len(rows)]."""
@@ -179,13 +338,14 @@ class RankMemory(RankRecords):
             page_size=self.page_size,
             **{name: sum(getattr(pool, name) for pool in paged) for name in PAGE_COUNTS},
             total_rows=self.rows.num_rows - 1,
-            free_rows=self.rows.num_free,
+            free_rows=self.row_pool.num_free,
             session_rows=self.sessions.num_idle,
             pools=pools,
         )
 
     def _pool_view(self, pool: int) -> PoolView:
-        allocator, session_held = self.allocators[pool], self.session_held[pool]
+        allocator, num_protected = self.allocators[pool], self.cache.num_protected[pool]
+        session_held = self.locked[pool].num_locked - num_protected
         groups = [self.groups[number] for number in self.groups_of[pool]]
         has_states = pool == self.state_pool
         return PoolView(
@@ -196,7 +356,7 @@ class RankMemory(RankRecords):
             free_pages=allocator.num_free,
             leased_pages=allocator.num_leased - session_held,
             cached_pages=allocator.num_tree,
-            protected_pages=self.cache.num_protected[pool],
+            protected_pages=num_protected,
             session_held_pages=session_held,
             reserved_pages=allocator.num_reserved,
         )

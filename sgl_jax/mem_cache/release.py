@@ -145,7 +145,7 @@ def release_kv_cache(
         memory.cache.unlock(lease.node, _first_pages(memory, lease))
         lease.node = None
     del memory.leases[lease.row]
-    memory.rows.free(lease.row)
+    memory.row_pool.free(lease.row)
     lease.released = True
 
 
@@ -267,9 +267,10 @@ def roll_back_lease(memory: RankMemory, session_id: str, num_tokens: int) -> Non
     if length < 1:
         release_idle_lease(memory, session_id)
     else:
+        memory.mark_running(lease)
         go_back(memory, lease, length)
-        for pool, num_freed in enumerate(_cut(memory, lease, length)):
-            memory.session_held[pool] -= num_freed
+        _cut(memory, lease, length)
+        memory.mark_idle(lease)
 
 
 def free_passed_window_pages(

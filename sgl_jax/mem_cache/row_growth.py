@@ -7,21 +7,35 @@ The loops are compiled (`core/compiled.py`).
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sgl_jax.core.cache_groups import CacheGroup
 from sgl_jax.core.compiled import compiled
 from sgl_jax.core.step_plan import BoolArray, Int32Array, IntpArray, RowIndex
 from sgl_jax.mem_cache.errors import LeaseError
+from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
 from sgl_jax.mem_cache.pages.req_to_token_pool import RowTables
-from sgl_jax.mem_cache.rank_records import RankRecords
+
+
+class GrowingMemory(Protocol):
+    """The part of `RankMemory` that growing rows needs."""
+
+    dp_rank: int
+    page_size: int
+    groups: tuple[CacheGroup, ...]
+    rows: RowTables
+    allocators: tuple[PageAllocator, ...]
+    first_tables: tuple[IntpArray, IntpArray]
+
+    def make_room(self, num_pages: int) -> bool: ...
 
 
 def grow_rows(
     tables: RowTables,
-    memories: Sequence[RankRecords],
+    memories: Sequence[GrowingMemory],
     rows: RowIndex,
     allocated_lens: Int32Array,
     bounds: Sequence[int] | IntpArray,
@@ -134,7 +148,7 @@ def _reserve(
 
 
 def commit_rows(
-    tables: RowTables, memories: Sequence[RankRecords], rows: RowIndex, committed_lens: Int32Array
+    tables: RowTables, memories: Sequence[GrowingMemory], rows: RowIndex, committed_lens: Int32Array
 ) -> None:
     """Record that a launched step writes rows' KV up to `committed_lens` tokens.
 
@@ -168,7 +182,7 @@ def _commit(
 
 
 def pages_held_and_lacking(
-    memory: RankRecords, tables: RowTables, rows: RowIndex, lens: Int32Array
+    memory: GrowingMemory, tables: RowTables, rows: RowIndex, lens: Int32Array
 ) -> Int32Array:
     """Count the pages of the first pool that each row lists, and lacks for `lens` tokens.
 

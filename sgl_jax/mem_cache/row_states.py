@@ -19,12 +19,12 @@ from sgl_jax.core.step_plan import Int32Array, IntpArray
 from sgl_jax.mem_cache.errors import LeaseError
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.pages.req_to_token_pool import NO_STATE
-from sgl_jax.mem_cache.rank_records import RankRecords
+from sgl_jax.mem_cache.rank_memory import RankMemory
 
 NULL_SLOT = 0  # slot of the state before the first token
 
 
-def state_source(memory: RankRecords, lease: KVLease) -> int:
+def state_source(memory: RankMemory, lease: KVLease) -> int:
     """Return the slot of the state after the committed tokens of `lease`.
 
     It is a slot of the row or a snapshot, or the null slot if there are no tokens yet. Raise
@@ -45,7 +45,7 @@ def state_source(memory: RankRecords, lease: KVLease) -> int:
     raise LeaseError(f"{lease!r} has no state after its committed tokens: its halves hold {held}")
 
 
-def resumable_len(memory: RankRecords, lease: KVLease, length: int) -> int:
+def resumable_len(memory: RankMemory, lease: KVLease, length: int) -> int:
     """Return the longest prefix of the first `length` tokens that `lease` can resume from, or -1.
 
     Without recurrent layers, this is the committed part, unless the tree owns more or a window has
@@ -60,12 +60,20 @@ def resumable_len(memory: RankRecords, lease: KVLease, length: int) -> int:
     return most if most >= protected and memory.sees_windows(lease, most) else -1
 
 
-def has_snapshot(memory: RankRecords, row: int, length: int) -> bool:
+def can_go_back(memory: RankMemory, lease: KVLease, length: int) -> bool:
+    """Return whether `lease` can resume from its first `length` tokens or, with recurrent layers,
+    from the last state within them."""
+    if memory.state_group is not None:
+        return resumable_len(memory, lease, length) >= 0
+    return memory.sees_windows(lease, length)
+
+
+def has_snapshot(memory: RankMemory, row: int, length: int) -> bool:
     """Return whether `row` lists a slot for the state after `length` tokens, whole pages."""
     return bool(_listed(memory, row)[length // memory.page_size - 1])
 
 
-def take_snapshot_slot(memory: RankRecords, row: int, length: int) -> int:
+def take_snapshot_slot(memory: RankMemory, row: int, length: int) -> int:
     """Return a pool slot for the state of `row` after `length` tokens, listed in its page table.
 
     Evict a state if no slot is free. If the row already has a slot there, return that: a step that
@@ -89,7 +97,7 @@ def take_snapshot_slot(memory: RankRecords, row: int, length: int) -> int:
     return int(slots[0])
 
 
-def free_passed_snapshots(memory: RankRecords, row: int, certain_len: int) -> None:
+def free_passed_snapshots(memory: RankMemory, row: int, certain_len: int) -> None:
     """Release the snapshots of `row` before its last snapshot within `certain_len` tokens.
 
     The row's snapshots are freed, except at multiples of the snapshot interval, which will be
@@ -112,7 +120,7 @@ def free_passed_snapshots(memory: RankRecords, row: int, certain_len: int) -> No
     memory.rows.pass_pages(row, group, int(own[is_kept][0]))
 
 
-def _unlock_passed_nodes(memory: RankRecords, lease: KVLease, protected: int) -> None:
+def _unlock_passed_nodes(memory: RankMemory, lease: KVLease, protected: int) -> None:
     """Unlock the tree's snapshots for `lease`; the last is at page `protected` - 1."""
     group, row = _group(memory), lease.row
     first = int(memory.rows.first_pages[group, row])
@@ -125,7 +133,7 @@ def _unlock_passed_nodes(memory: RankRecords, lease: KVLease, protected: int) ->
 # -- end of a turn, or going back ------------------------------------------------------------------
 
 
-def drop_snapshots_past(memory: RankRecords, lease: KVLease, length: int) -> int:
+def drop_snapshots_past(memory: RankMemory, lease: KVLease, length: int) -> int:
     """Free the snapshots that `lease` owns after more than `length` tokens; return their number.
     `length` must be at least the length of the lease's prefix in the tree."""
     if memory.state_group is None:
@@ -138,7 +146,7 @@ def drop_snapshots_past(memory: RankRecords, lease: KVLease, length: int) -> int
     return len(columns)
 
 
-def forget_states_past(memory: RankRecords, lease: KVLease, length: int) -> None:
+def forget_states_past(memory: RankMemory, lease: KVLease, length: int) -> None:
     """Drop the states past the first `length` tokens."""
     rows, row = memory.rows, lease.row
     state_lens, latest = rows.state_lens[:, row], int(rows.state_half[row])
@@ -148,7 +156,7 @@ def forget_states_past(memory: RankRecords, lease: KVLease, length: int) -> None
     state_lens[state_lens > length] = NO_STATE
 
 
-def go_back(memory: RankRecords, lease: KVLease, length: int) -> None:
+def go_back(memory: RankMemory, lease: KVLease, length: int) -> None:
     """Continue `lease` from its first `length` tokens. The row's later states become unreadable."""
     rows, row = memory.rows, lease.row
     holding = [
@@ -169,7 +177,7 @@ def go_back(memory: RankRecords, lease: KVLease, length: int) -> None:
 # -- inside ---------------------------------------------------------------------------------------
 
 
-def _states_held(memory: RankRecords, row: int) -> dict[int, tuple[int, int]]:
+def _states_held(memory: RankMemory, row: int) -> dict[int, tuple[int, int]]:
     """Return the readable halves of `row`, the latest first, with the token counts of their first
     and last states.
 
@@ -192,7 +200,7 @@ def _states_held(memory: RankRecords, row: int) -> dict[int, tuple[int, int]]:
     return held
 
 
-def _deepest_state(memory: RankRecords, row: int, length: int) -> int:
+def _deepest_state(memory: RankMemory, row: int, length: int) -> int:
     """Return the most tokens, up to `length`, after which `row` has a state; `NO_STATE` if none."""
     lengths = [
         min(last, length) for first, last in _states_held(memory, row).values() if first <= length
@@ -203,17 +211,17 @@ def _deepest_state(memory: RankRecords, row: int, length: int) -> int:
     return max(lengths, default=NO_STATE)
 
 
-def _group(memory: RankRecords) -> int:
+def _group(memory: RankMemory) -> int:
     if memory.state_group is None:
         raise LeaseError(f"rank {memory.dp_rank}: the model has no recurrent layers, and no states")
     return memory.state_group
 
 
-def _pool(memory: RankRecords) -> int:
+def _pool(memory: RankMemory) -> int:
     return memory.groups[_group(memory)].pool
 
 
-def _listed(memory: RankRecords, row: int) -> Int32Array:
+def _listed(memory: RankMemory, row: int) -> Int32Array:
     """Return the snapshots that `row` lists, by page."""
     listed: Int32Array = memory.rows.pages[row, _group(memory)]
     return listed
@@ -223,7 +231,7 @@ def _cells(row: int, columns: IntpArray) -> tuple[IntpArray, Int32Array]:
     return np.full(len(columns), row), columns.astype(np.int32)
 
 
-def _free(memory: RankRecords, row: int, columns: IntpArray) -> None:
+def _free(memory: RankMemory, row: int, columns: IntpArray) -> None:
     slots = _listed(memory, row)[columns]
     memory.allocators[_pool(memory)].free(slots, row)
     memory.rows.list_page_each(_group(memory), *_cells(row, columns), np.zeros_like(slots))

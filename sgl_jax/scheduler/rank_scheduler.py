@@ -131,12 +131,12 @@ class RankScheduler:
     @property
     def num_rows_left(self) -> int:
         """Return the number of free rows, including rows of idle sessions."""
-        return self.memory.rows.num_free + self.memory.sessions.num_idle
+        return self.memory.row_pool.num_free + self.memory.sessions.num_idle
 
     @property
     def has_row(self) -> bool:
         """Return whether a row is free, or available from an idle session."""
-        return self.memory.rows.num_free > 0 or self.memory.sessions.num_idle > 0
+        return self.memory.row_pool.num_free > 0 or self.memory.sessions.num_idle > 0
 
     def num_pages_at_most(self, request: Request) -> int:
         """Return the pages that `request` would take if no running request read its prefix."""
@@ -212,7 +212,7 @@ class RankScheduler:
             return lease, start
         if session_id is not None:
             release_idle_lease(memory, session_id)  # the turn cannot use it
-        if memory.rows.num_free == 0:
+        if memory.row_pool.num_free == 0:
             self.evict_idle_session()
         lease = memory.open_lease(request.matchable(), request.namespace)
         if session_id is not None:
@@ -229,7 +229,7 @@ class RankScheduler:
     def evict_sessions_for_prefix(self, cursor: PrefixCursor, length: int) -> None:
         """Evict idle sessions until a row, and the pages of a prefix of `length` tokens, are
         available. `cursor` finds the part of the prefix in the tree."""
-        if self.memory.rows.num_free == 0:
+        if self.memory.row_pool.num_free == 0:
             self.evict_idle_session()
         num_pages = self.memory.request_pages(length) - self.memory.num_pages_in_use(cursor)
         self.evict_sessions_for(num_pages)

@@ -17,6 +17,7 @@ from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.rank_memory import RankMemory
+from sgl_jax.mem_cache.row_states import can_go_back
 from sgl_jax.sessions.store import Session
 from sgl_jax.sessions.streaming import StreamingSession
 
@@ -138,7 +139,7 @@ class Request:
         if lease is None:
             return None
         length = min(lease.kv_committed_len, self.resumable_len)
-        if self.resumable_len < lease.cache_protected_len or not memory.can_go_back(lease, length):
+        if self.resumable_len < lease.cache_protected_len or not can_go_back(memory, lease, length):
             # The tree owns more of it than the turn may read, or needed pages have left a window.
             # Match the tree instead.
             return None

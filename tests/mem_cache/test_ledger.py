@@ -116,7 +116,7 @@ def list_a_released_lease(memory: RankMemory) -> None:
 
 
 def lose_a_row(memory: RankMemory) -> None:
-    memory.rows.alloc()
+    memory.row_pool.alloc()
 
 
 def lose_a_lease(memory: RankMemory) -> None:
@@ -124,7 +124,7 @@ def lose_a_lease(memory: RankMemory) -> None:
 
 
 def free_a_row_twice(memory: RankMemory) -> None:
-    memory.rows._free[-1] = memory.rows._free[0]
+    memory.row_pool._free[-1] = memory.row_pool._free[0]
 
 
 def commit_past_the_allocated(memory: RankMemory) -> None:

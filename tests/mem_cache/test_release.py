@@ -94,7 +94,7 @@ class LeaseMachine(RuleBasedStateMachine):
         namespace=st.sampled_from(["", *NAMESPACES]),
     )
     def open_lease(self, stem: int, cut: int, tail: int, namespace: str) -> None:
-        if not self.memory.rows.num_free:
+        if not self.memory.row_pool.num_free:
             return
         tokens = np.full(MAX_LEN, stem, np.int32)
         tokens[cut:] = 10 + tail

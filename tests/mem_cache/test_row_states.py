@@ -19,6 +19,7 @@ from sgl_jax.mem_cache.release import (
 )
 from sgl_jax.mem_cache.row_states import (
     NULL_SLOT,
+    can_go_back,
     free_passed_snapshots,
     resumable_len,
     state_source,
@@ -144,7 +145,7 @@ def test_a_row_keeps_two_states_and_a_turn_between_them_and_the_tree_matches_ane
     assert lease.cache_protected_len == 20
     states = [resumable_len(device.memory, lease, length) for length in (19, 20, 21, 40)]
     assert states == [-1, 20, 21, 21]
-    assert not device.memory.can_go_back(lease, 19)
+    assert not can_go_back(device.memory, lease, 19)
     with pytest.raises(LeaseError, match="cannot go on from its first 19"):
         resume_lease(device.memory, "s", 19)
     assert device.memory.sessions.idle_lease("s") is lease
@@ -213,7 +214,7 @@ def test_an_idle_session_holds_no_snapshot_past_its_tokens() -> None:
     device.prefill(request, 24)
     device.end(request, 19)
     assert snapshots(device.memory) == (18, 0, 2)
-    assert device.memory.session_held[POOL] == 0
+    assert device.memory.locked[POOL].num_idle == 0
     device.check(num_running=0)
 
 

@@ -175,7 +175,7 @@ class SessionLeaseMachine(LeaseMachine):
         kept = {page for lease in idle for page in lease.pages(page_size)[0].tolist()}
         assert memory.num_session_pages == len(kept)
         own = [len(lease.pages(page_size, lease.cache_protected_len)[0]) for lease in idle]
-        assert memory.session_held[0] == memory.view().session_held_pages == sum(own)
+        assert memory.view().session_held_pages == sum(own)
         num_usable = memory.allocator.num_pages - memory.allocator.num_reserved
         assert memory.num_reclaimable_pages == num_usable - len(self.running_pages())
         for holder in self.idle.values():

@@ -7,7 +7,7 @@ from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.mem_cache.errors import LeaseError, LedgerError
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.ledger import audit, check_balance
-from sgl_jax.mem_cache.pages.req_to_token_pool import ReqToTokenPool, RowTables
+from sgl_jax.mem_cache.pages.req_to_token_pool import RowTables
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import (
     release_idle_lease,
@@ -28,8 +28,8 @@ def array(*values: int) -> np.ndarray:
 
 
 def make_leases(num_leases: int) -> tuple[SessionLeases, list[KVLease]]:
-    rows = ReqToTokenPool(RowTables.empty(num_leases + 1, 1, 4))
-    leases = [KVLease(0, rows.alloc(), rows) for _ in range(num_leases)]
+    rows = RowTables.empty(num_leases + 1, 1, 4)
+    leases = [KVLease(0, row, rows) for row in range(1, num_leases + 1)]
     for lease in leases:
         lease.set_lengths(protected=0, committed=5, allocated=8)
     return SessionLeases(), leases

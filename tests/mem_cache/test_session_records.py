@@ -91,11 +91,11 @@ def park_what_a_request_has_locked(memory: RankMemory) -> None:
 
 
 def lock_anew_what_idle_sessions_have_locked(memory: RankMemory) -> None:
-    memory.locked[0].num_locked += 1
+    memory.locked[0].num_locked -= 2
 
 
 def hold_a_page_more_for_sessions(memory: RankMemory) -> None:
-    memory.session_held[0] += 1
+    memory.locked[0].num_locked += 1
 
 
 @pytest.mark.parametrize(
@@ -105,10 +105,13 @@ def hold_a_page_more_for_sessions(memory: RankMemory) -> None:
         (forget_that_a_session_is_idle, "locked by other leases than was counted: page 1: tree"),
         (
             park_what_a_request_has_locked,
-            r"\(running, idle, any\) leases: \(0, 2, 2\) were counted, a walk finds \(1, 2, 2\)",
+            r"\(running, idle, any\) leases: \(0, 3, 3\) were counted, a walk finds \(1, 3, 3\)",
         ),
-        (lock_anew_what_idle_sessions_have_locked, "leases have locked 3 pages, the tree counts 2"),
-        (hold_a_page_more_for_sessions, "hold 1 pages of their own, 2 were counted"),
+        (lock_anew_what_idle_sessions_have_locked, "leases have locked 1 pages, the tree counts 2"),
+        (
+            hold_a_page_more_for_sessions,
+            r"leases: \(1, 3, 4\) were counted, a walk finds \(1, 3, 3\)",
+        ),
     ],
 )
 def test_a_wrong_count_of_what_idle_sessions_keep_is_found(
@@ -124,7 +127,7 @@ def test_pages_counted_for_idle_sessions_though_there_are_none_are_found_without
     memory, _, _ = busy_memory()
     assert release_idle_lease(memory, "idle")
     check_balance(memory, num_running=2)
-    memory.session_held[0] += 1
+    memory.locked[0].num_idle += 1
     with pytest.raises(LedgerError, match="no session is idle, and 1 pages are held for some"):
         check_balance(memory, num_running=2)
 

@@ -16,6 +16,7 @@ from sgl_jax.mem_cache.release import (
     roll_back_lease,
 )
 from sgl_jax.mem_cache.row_states import (
+    can_go_back,
     free_passed_snapshots,
     resumable_len,
     state_source,
@@ -71,7 +72,7 @@ class StateLeaseMachine(RuleBasedStateMachine):
     # -- running ----------------------------------------------------------------------------
 
     def open(self, cut: int, then: int) -> None:
-        if not self.memory.rows.num_free:
+        if not self.memory.row_pool.num_free:
             return
         tokens = numbers(then=then, at=cut)
         request = self.device.open(tokens)
@@ -199,7 +200,7 @@ class StateLeaseMachine(RuleBasedStateMachine):
         request = self.idle[session_id]
         expected = self.check_resumable(request, length)
         if expected < 0:
-            assert not self.memory.can_go_back(request.lease, length)
+            assert not can_go_back(self.memory, request.lease, length)
             del self.idle[session_id]
             assert release_idle_lease(self.memory, session_id)
             return

@@ -18,7 +18,6 @@ class Mutation(NamedTuple):
 
 _RELEASE = "sgl_jax/mem_cache/release.py"
 _MEMORY = "sgl_jax/mem_cache/rank_memory.py"
-_RECORDS = "sgl_jax/mem_cache/rank_records.py"
 _ALLOCATOR = "sgl_jax/mem_cache/pages/page_allocator.py"
 _ROWS = "sgl_jax/mem_cache/pages/req_to_token_pool.py"
 _LEASE = "sgl_jax/mem_cache/lease.py"
@@ -139,7 +138,7 @@ MUTATIONS = (
         _UNLOCK_AT_END,
         "        memory.cache.unlock(lease.node, None)\n" + _UNLOCK_AT_END,
     ),
-    Mutation("do not return the row", _RELEASE, "    memory.rows.free(lease.row)\n", ""),
+    Mutation("do not return the row", _RELEASE, "    memory.row_pool.free(lease.row)\n", ""),
     Mutation("leave the lease live", _RELEASE, "    lease.released = True\n", ""),
     Mutation("insert what a failed step wrote", _RELEASE, "    if insert:\n", "    if True:\n"),
     Mutation("never insert", _RELEASE, "    if insert:\n", "    if False:\n"),
@@ -512,9 +511,9 @@ MUTATIONS = (
     ),
     Mutation(
         "evict without a need",
-        _RECORDS,
-        "self.cache.evict(deficit + self._num_evicted_ahead[pool], pool)",
-        "self.cache.evict(num_pages)",
+        _CACHE,
+        "                self.evict(deficit + (num_ahead[pool] if num_ahead else 0), pool)\n",
+        "                self.evict(count)\n",
     ),
     Mutation(
         "publish no part of a prompt before all of it",
@@ -537,8 +536,8 @@ MUTATIONS = (
     Mutation(
         "give a row back with its old epoch",
         _ROWS,
-        "        self.epoch[row] += 1\n        self._free.append(row)",
-        "        self._free.append(row)",
+        "        self.epoch[row] += 1\n",
+        "",
     ),
     Mutation(
         "let the executor go on with the pages of a row that was given back",
@@ -779,8 +778,8 @@ MUTATIONS = (
     Mutation(
         "a rolled back session keeps what followed",
         _RELEASE,
-        "in enumerate(_cut(memory, lease, length)):\n",
-        "in enumerate([0] * len(memory.allocators)):\n",
+        "        _cut(memory, lease, length)\n        memory.mark_idle(lease)\n",
+        "        memory.mark_idle(lease)\n",
     ),
     Mutation(
         "cut a lease though the tree owns more of it",
@@ -869,9 +868,9 @@ MUTATIONS = (
     ),
     Mutation(
         "evict ahead though nothing must be evicted",
-        _RECORDS,
-        "            if deficit > 0:\n                self.cache",
-        "            if True:\n                self.cache",
+        _CACHE,
+        "            if deficit > 0:\n                self.evict",
+        "            if True:\n                self.evict",
     ),
     Mutation(
         "evict sessions for a request that does not fit even so",
@@ -1146,19 +1145,19 @@ MUTATIONS = (
     Mutation(
         "roll an idle session back and go on counting what it held",
         _RELEASE,
-        "            memory.session_held[pool] -= num_freed\n",
-        "            pass\n",
+        "        memory.mark_running(lease)\n        go_back",
+        "        go_back",
     ),
     Mutation(
         "call what idle sessions have locked beyond reach",
         _MEMORY,
-        "        return self.num_available_pages + num_idle + self.session_held[0]\n",
-        "        return self.num_available_pages + self.session_held[0]\n",
+        "        return self.num_available_pages + num_idle\n",
+        "        return self.num_available_pages\n",
     ),
     Mutation(
         "call what requests share with idle sessions reclaimable",
         _MEMORY,
-        "num_idle = self.cache.num_protected[0] - self.locked[0].num_running",
+        "num_idle = self.locked[0].num_locked - self.locked[0].num_running",
         "num_idle = self.locked[0].num_idle",
     ),
     Mutation(
@@ -2459,7 +2458,7 @@ MUTATIONS = (
     Mutation(
         "windows: go back behind what a window has passed",
         _REQUEST,
-        " or not memory.can_go_back(lease, length):\n",
+        " or not can_go_back(memory, lease, length):\n",
         ":\n",
     ),
     Mutation(
@@ -2684,7 +2683,7 @@ MUTATIONS = (
     ),
     Mutation(
         "states: make room for states as for pages",
-        _RECORDS,
+        _MEMORY,
         "            sum(not sizes.groups[number].is_recurrent for number in numbers)\n",
         "            len(numbers)\n",
     ),
@@ -3133,7 +3132,7 @@ MUTATIONS = (
     ),
     Mutation(
         "host: count free blocks as evictable",
-        _BLOCKS,
+        _CACHE,
         "            deficit = count - allocator.num_free\n",
         "            deficit = count\n",
     ),

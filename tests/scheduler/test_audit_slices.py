@@ -152,12 +152,12 @@ def list_a_page_too_many(rank: RankScheduler) -> None:
 
 def list_a_page_in_a_free_row(rank: RankScheduler) -> None:
     rows = rank.memory.rows
-    rows.pages[rows._free[0], 0, 0] = 3
+    rows.pages[row_pool._free[0], 0, 0] = 3
 
 
 def hold_a_row_for_no_session(rank: RankScheduler) -> None:
     memory = rank.memory
-    memory.sessions._idle["nobody"] = KVLease(memory.dp_rank, memory.rows._free[0], memory.rows)
+    memory.sessions._idle["nobody"] = KVLease(memory.dp_rank, memory.row_pool._free[0], memory.rows)
 
 
 def count_a_lock_of_a_lease(rank: RankScheduler) -> None:

@@ -105,7 +105,7 @@ def test_a_row_whose_tokens_were_never_sent_to_the_device_is_not_kept(end: str) 
         s.driver.step()
     rank = s.driver.scheduler.ranks[0]
     s.driver.retract(rid)
-    rank.memory.rows._free.reverse()  # another row than before
+    rank.memory.row_pool._free.reverse()  # another row than before
     with no_more_pages(rank.memory):
         while s.driver.scheduler.num_waiting or s.driver.in_flight:
             s.driver.step()

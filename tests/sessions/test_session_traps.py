@@ -47,7 +47,7 @@ def test_trap_2_a_retract_takes_the_memory_of_the_session_too(radix: bool, num_t
     memory = s.driver.scheduler.ranks[0].memory
     assert s.lease("s") is None
     assert memory.num_available_pages == 16
-    assert memory.rows.num_free == 8
+    assert memory.row_pool.num_free == 8
     s.run()
     assert s.driver.finish[rid].type == "length"
     s.close_all()

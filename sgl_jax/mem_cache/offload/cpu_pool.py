@@ -11,7 +11,6 @@ leaving. A copy locks the prefix that it continues. There are no further locks. 
 store fills blocks in the same way as a copy from the device.
 """
 
-from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -60,6 +59,8 @@ class CpuPool:
         self.cache = RadixCache(
             sizes.groups, self.allocators, sizes.page_size, eviction_policy=eviction_policy
         )
+        # Each eviction on the host has a fixed cost.
+        self._num_evicted_ahead = [allocator.num_pages // 64 for allocator in self.allocators]
         self.copies: dict[int, CpuCopy] = {}
         self.leaving: dict[int, TreeNode] = {}
 
@@ -101,7 +102,10 @@ class CpuPool:
         is_copied = is_offered.copy()
         is_copied[:, :num_before] = False
         counts = is_copied.sum(axis=1).tolist()
-        if num_before * self.page_size == len(tokens) or not self._make_room(counts):
+        of_pools = [sum(counts[group] for group in numbers) for numbers in self.groups_of]
+        if num_before * self.page_size == len(tokens) or not self.cache.make_room(
+            of_pools, self._num_evicted_ahead
+        ):
             if node is not None:
                 self.cache.unlock(node)
             return None
@@ -111,20 +115,6 @@ class CpuPool:
                 blocks[group, is_copied[group]] = allocator.alloc(counts[group], number)
         self.copies[number] = CpuCopy(tokens, namespace, node, num_before, blocks)
         return blocks
-
-    def _make_room(self, counts: Sequence[int]) -> bool:
-        """Free blocks for `counts[group]` values of each group; return whether this succeeded."""
-        for pool, allocator in enumerate(self.allocators):
-            count = sum(counts[group] for group in self.groups_of[pool])
-            deficit = count - allocator.num_free
-            if deficit > self.cache.num_evictable[pool]:
-                return False
-            if deficit > 0:
-                # Free more than the deficit, since each eviction on the host has a fixed cost.
-                self.cache.evict(max(deficit, allocator.num_pages // 64), pool)
-            if count > allocator.num_free:
-                return False
-        return True
 
     def end_copy(
         self,

@@ -200,7 +200,7 @@ class CpuTier:
         the device has as much, `MAX_FETCHES` are in flight, or rows or pages are short."""
         memory = self._memory
         length = self.blocks.cache.peek(tokens, namespace)
-        lacks_room = len(self.fetches) >= MAX_FETCHES or memory.rows.num_free == 0
+        lacks_room = len(self.fetches) >= MAX_FETCHES or memory.row_pool.num_free == 0
         if lacks_room or length <= memory.cache.peek(tokens, namespace):
             return None
         tokens = tokens[:length].copy()
@@ -209,7 +209,7 @@ class CpuTier:
         blocks = self.blocks.begin_fetch(number, tokens, namespace)
         num_held = lease.cache_protected_len // memory.page_size
         blocks[:, :num_held] = 0
-        if not self._make_room(blocks):
+        if not memory.cache.make_room(list(map(len, self.blocks.by_pool(blocks)))):
             self.blocks.end_fetch(number)
             release_kv_cache(memory, lease, tokens, insert=False)
             return None
@@ -219,21 +219,6 @@ class CpuTier:
         fetch = self.fetches[number] = Fetch(tokens, lease, num_tokens, move)
         self._fetches_now.append(move)
         return fetch
-
-    def _make_room(self, blocks: Int32Array) -> bool:
-        """Free a page of the device for each of `blocks`; return whether there are enough."""
-        memory = self._memory
-        counts = [len(listed) for listed in self.blocks.by_pool(blocks)]
-        for pool, count in enumerate(counts):
-            deficit = count - memory.allocators[pool].num_free
-            if deficit > memory.cache.num_evictable[pool]:
-                return False
-            if deficit > 0:
-                memory.cache.evict(deficit, pool)
-        return all(
-            count <= allocator.num_free
-            for count, allocator in zip(counts, memory.allocators, strict=True)
-        )
 
     def _take_pages(self, lease: KVLease, blocks: Int32Array, length: int) -> Int32Array:
         """Allocate a page to `lease` for each of `blocks`; both are int32[groups, n]."""

@@ -5,7 +5,7 @@ grow and commit all rows of a step at once; `KVLease` is the view of one row. Ro
 padding refers to it, and no request holds it.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -66,7 +66,7 @@ class RowTables:
     first_row: int = 0  # row of the log's table at which these rows start
 
     def __post_init__(self) -> None:
-        _, self.num_groups, self.pages_per_row = self.pages.shape
+        self.num_rows, self.num_groups, self.pages_per_row = self.pages.shape
         _, self.cache_protected_len, self.kv_committed_len, self.kv_allocated_len = self.lengths
         # The tokens before a half's first state; `NO_STATE` if it has none, or none with known
         # length.
@@ -140,30 +140,33 @@ class RowTables:
         listed += ((self.first_row + row) * self.num_groups + group) * self.pages_per_row
         self.page_log.note(listed)
 
+    def clear(self, row: int) -> None:
+        """Clear all columns of `row`, which gets a new epoch."""
+        self.unlist_pages(row)
+        self.lengths[:, row] = 0
+        self.first_pages[:, row] = 0
+        self.states[:, row] = _NO_STATES
+        self.epoch[row] += 1
 
-class ReqToTokenPool(RowTables):
-    """The rows of `tables`, all free at first, including the null row, and the set of held rows."""
+
+class ReqToTokenPool:
+    """The set of held rows of `tables`. All are free at first; the null row is never held."""
 
     def __init__(self, tables: RowTables) -> None:
-        num_rows, _, pages_per_row = tables.pages.shape
+        num_rows, pages_per_row = tables.num_rows, tables.pages_per_row
         if num_rows < 2 or pages_per_row < 1:
             raise ValueError(
                 f"a row pool needs at least 2 rows of 1 page, got {num_rows} of {pages_per_row}"
             )
-        super().__init__(*(getattr(tables, field.name) for field in fields(tables)))
-        self.num_rows = num_rows
+        self.tables = tables
         self._free = list(range(num_rows - 1, NULL_ROW, -1))
         self._held = np.zeros(num_rows, np.bool_)
 
     def reset(self) -> None:
         """Free and clear every row, with new epochs."""
-        for row in range(self.num_rows):
-            self.unlist_pages(row)
-        self.lengths.fill(0)
-        self.first_pages.fill(0)
-        self.states[:] = _NO_STATES[:, None]
-        self.epoch += 1
-        self._free = list(range(self.num_rows - 1, NULL_ROW, -1))
+        for row in range(self.tables.num_rows):
+            self.tables.clear(row)
+        self._free = list(range(self.tables.num_rows - 1, NULL_ROW, -1))
         self._held.fill(False)
 
     @property
@@ -185,7 +188,7 @@ class ReqToTokenPool(RowTables):
     def alloc(self) -> int:
         """Take a free row. Raise `LeaseError` if there is none: check `num_free` first."""
         if not self._free:
-            raise LeaseError(f"all {self.num_rows - 1} rows are held")
+            raise LeaseError(f"all {len(self._held) - 1} rows are held")
         row = self._free.pop()
         self._held[row] = True
         return row
@@ -195,9 +198,5 @@ class ReqToTokenPool(RowTables):
         if not self._held[row]:
             raise LeaseError(f"row {row} is given back, but is not held")
         self._held[row] = False
-        self.unlist_pages(row)
-        self.lengths[:, row] = 0
-        self.first_pages[:, row] = 0
-        self.states[:, row] = _NO_STATES
-        self.epoch[row] += 1
+        self.tables.clear(row)
         self._free.append(row)

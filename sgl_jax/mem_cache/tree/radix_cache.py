@@ -84,7 +84,7 @@ class RadixCache:
                 f"{[each.sliding_window for each in groups]}"
             )
         self._num_groups = len(groups)
-        self._num_pools = len(allocators)
+        self._allocators = allocators
         # Evict tokens by the policy of FULL's pool, or of the first pool.
         num_pages = allocators[groups[full_groups[0]].pool if full_groups else 0].num_pages
         self._policy = (
@@ -125,7 +125,7 @@ class RadixCache:
         """Return how many pages of each pool the cache could free now."""
         if not self._windows:
             return [self._full.num_evictable]
-        return [self.tree.num_evictable(pool) for pool in range(self._num_pools)]
+        return [self.tree.num_evictable(pool) for pool in range(len(self._allocators))]
 
     @property
     def num_protected(self) -> list[int]:
@@ -135,7 +135,7 @@ class RadixCache:
         components = self.tree.components
         return [
             sum(each.num_protected for each in components if each.pool == pool)
-            for pool in range(self._num_pools)
+            for pool in range(len(self._allocators))
         ]
 
     def peek(self, tokens: Int32Array, namespace: str = "", start: TreeNode | None = None) -> int:
@@ -248,6 +248,23 @@ class RadixCache:
         evicted = self.tree.evict(num_pages, pool)
         self.num_evicted += before - sum(self.num_evictable)
         return evicted
+
+    def make_room(self, counts: Sequence[int], num_ahead: Sequence[int] | None = None) -> bool:
+        """Evict until each pool has `counts[pool]` free pages; return whether it has.
+
+        If a pool has too few pages to evict, evict nothing of it and of the pools after it. If a
+        pool lacks pages, `num_ahead[pool]` more than it lacks are evicted.
+        """
+        for pool, (count, allocator) in enumerate(zip(counts, self._allocators, strict=True)):
+            deficit = count - allocator.num_free
+            if deficit > self.num_evictable[pool]:
+                return False
+            if deficit > 0:
+                self.evict(deficit + (num_ahead[pool] if num_ahead else 0), pool)
+        return all(
+            count <= allocator.num_free
+            for count, allocator in zip(counts, self._allocators, strict=True)
+        )
 
     def reset(self) -> None:
         """Evict everything and reset the policy. Raise `LedgerError` if a lock is held."""

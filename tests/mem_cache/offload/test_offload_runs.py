@@ -108,7 +108,7 @@ class HostRun:
 
     def begin(self) -> None:
         """A request reads its cached prefix."""
-        if not self.memory.rows.num_free:
+        if not self.memory.row_pool.num_free:
             return
         tokens, namespace = self.prompt()
         lease = self.memory.open_lease(tokens[:-1], namespace)

@@ -28,25 +28,25 @@ def test_asking_an_empty_pool_raises() -> None:
 def test_a_row_given_back_is_clean_and_of_a_new_epoch() -> None:
     pool = ReqToTokenPool(RowTables.empty(3, 1, 4))
     row = pool.alloc()
-    epoch = int(pool.epoch[row])
-    pool.pages[row] = 7
-    pool.kv_committed_len[row] = pool.kv_allocated_len[row] = pool.cache_protected_len[row] = 9
+    epoch = int(pool.tables.epoch[row])
+    pool.tables.pages[row] = 7
+    pool.tables.lengths[1:, row] = 9
     pool.free(row)
-    assert pool.pages[row, 0].tolist() == [0, 0, 0, 0]
-    assert pool.kv_committed_len[row] == 0
-    assert pool.kv_allocated_len[row] == 0
-    assert pool.cache_protected_len[row] == 0
-    assert pool.epoch[row] == epoch + 1
+    assert pool.tables.pages[row, 0].tolist() == [0, 0, 0, 0]
+    assert pool.tables.kv_committed_len[row] == 0
+    assert pool.tables.kv_allocated_len[row] == 0
+    assert pool.tables.cache_protected_len[row] == 0
+    assert pool.tables.epoch[row] == epoch + 1
 
 
 @pytest.mark.parametrize("row", [0, 1, 2])
 def test_a_row_that_is_not_held_cannot_be_given_back(row: int) -> None:
     pool = ReqToTokenPool(RowTables.empty(3, 1, 4))
-    epochs = pool.epoch.tolist()
+    epochs = pool.tables.epoch.tolist()
     with pytest.raises(LeaseError, match=f"row {row} is given back, but is not held"):
         pool.free(row)
     assert pool.num_free == 2
-    assert pool.epoch.tolist() == epochs
+    assert pool.tables.epoch.tolist() == epochs
 
 
 def test_held_and_free_rows_are_listed() -> None:
@@ -91,10 +91,9 @@ class RowMachine(RuleBasedStateMachine):
         if which not in self.held:
             return
         self.held[which] = sorted(lengths)
-        pool = self.pool
-        pool.cache_protected_len[which], pool.kv_committed_len[which] = self.held[which][:2]
-        pool.kv_allocated_len[which] = self.held[which][2]
-        pool.pages[which] = which
+        tables = self.pool.tables
+        tables.lengths[1:, which] = self.held[which]
+        tables.pages[which] = which
 
     @rule(row=st.integers(0, 5))
     def free(self, row: int) -> None:
@@ -122,11 +121,11 @@ class RowMachine(RuleBasedStateMachine):
         assert pool.num_free == self.num_rows - 1 - len(self.held)
         free = set(range(1, self.num_rows)) - self.held.keys()
         assert sorted(pool.free_rows().tolist()) == sorted(free)
-        assert pool.epoch.tolist() == self.epochs
+        assert pool.tables.epoch.tolist() == self.epochs
         for row in range(self.num_rows):
-            assert pool.lengths[:, row].tolist() == [0, *self.held.get(row, [0, 0, 0])]
+            assert pool.tables.lengths[:, row].tolist() == [0, *self.held.get(row, [0, 0, 0])]
             if row not in self.held:
-                assert not pool.pages[row].any()
+                assert not pool.tables.pages[row].any()
 
 
 TestRows = RowMachine.TestCase
@@ -151,7 +150,7 @@ def mirrored(mirror: np.ndarray, tables: RowTables) -> np.ndarray:
 def test_the_log_tells_all_that_rows_list_of_all_ranks(acts: list[tuple[str, int]]) -> None:
     num_rows, groups, width = 4, 2, 3
     joint = RowTables.empty(2 * num_rows, groups, width)
-    parts = [ReqToTokenPool(joint.part(slice(k, k + num_rows))) for k in (0, 4)]
+    parts = [joint.part(slice(k, k + num_rows)) for k in (0, 4)]
     mirror = np.zeros((2 * num_rows, groups, width), np.int32)
     for act, seed in acts:
         rng = np.random.default_rng(seed)
@@ -191,7 +190,7 @@ def test_a_log_that_is_not_taken_is_bounded_and_tells_all_the_same() -> None:
 def test_rows_that_are_all_given_back_list_nothing_any_more() -> None:
     joint = RowTables.empty(4, 1, 3)
     pool = ReqToTokenPool(joint.part(slice(2, 4)))
-    pool.list_pages(1, 0, np.array([[5, 6]], np.int32))
+    pool.tables.list_pages(1, 0, np.array([[5, 6]], np.int32))
     mirror = mirrored(np.zeros((4, 1, 3), np.int32), joint)
     pool.reset()
     assert not mirrored(mirror, joint).any()

@@ -84,7 +84,7 @@ class CursorMachine(RuleBasedStateMachine):
         self.write(self.draw_tokens(data), namespace)
 
     def write(self, tokens: np.ndarray, namespace: str) -> None:
-        if not self.memory.rows.num_free:
+        if not self.memory.row_pool.num_free:
             self.release(0)
         lease = write(self.memory, tokens, namespace)
         if lease is not None:
