@@ -17,6 +17,7 @@ from sgl_jax.bench.trace.reading import BLOCK_TOKENS, TracedRequest, block_token
 from sgl_jax.core.cache_groups import FULL_ATTENTION, CacheGroup
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
+from sgl_jax.mem_cache.tree.cache_walk import audit_cache
 from sgl_jax.mem_cache.tree.radix_cache import RadixCache
 from sgl_jax.mem_cache.tree.tree_component import LeaseOffer
 
@@ -91,7 +92,7 @@ class Replay:
         num_found = 0
         for request in requests:
             num_found += min(self.serve(block_tokens(request.block_ids)), request.input_len)
-        self.cache.audit([])
+        audit_cache(self.cache, [])
         return num_found
 
     def serve(self, tokens: Int32Array) -> int:

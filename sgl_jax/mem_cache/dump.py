@@ -110,8 +110,8 @@ def _tree(memory: RankMemory) -> dict[str, Any]:
     return {
         "num_evictable": cache.num_evictable,
         "num_protected": cache.num_protected,
-        "num_locks": cache.tree.num_locks,
-        "num_locked_tokens": cache.tree.num_locked_tokens,
+        "num_locks": cache.num_locks,
+        "num_locked_tokens": cache.num_locked_tokens,
         "nodes": [
             {
                 "id": node.node_id,

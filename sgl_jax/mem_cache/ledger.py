@@ -74,10 +74,10 @@ def _imbalance(memory: RankMemory) -> str | None:
         cached = cache.num_evictable[pool] + cache.num_protected[pool]
         if cached != allocator.num_tree:
             return f"the tree counts {cached} pages, it owns {allocator.num_tree}"
-    if num_locking != cache.tree.num_locks or protected != cache.tree.num_locked_tokens:
+    if num_locking != cache.num_locks or protected != cache.num_locked_tokens:
         return (
             f"{num_locking} rows have locked {protected} tokens, the tree gave "
-            f"{cache.tree.num_locks} locks on {cache.tree.num_locked_tokens} tokens"
+            f"{cache.num_locks} locks on {cache.num_locked_tokens} tokens"
         )
     num_idle = memory.sessions.num_idle
     for locked, num_protected in zip(memory.locked, cache.num_protected, strict=True):

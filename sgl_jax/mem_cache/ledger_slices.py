@@ -69,7 +69,7 @@ def _slices(memory: RankMemory, num_running: Callable[[], int]) -> Iterator[Iter
             check_prefix(memory, lease) for lease in some if not lease.released
         )
     yield check_locked_pages(memory, live_leases(memory))
-    walk = CacheWalk(memory.cache, memory.allocators)
+    walk = CacheWalk(memory.cache)
     for pool in range(len(memory.allocators)):
         yield check_owners(memory, live_leases(memory), pool)
     while walk.has_nodes:

@@ -22,6 +22,7 @@ from sgl_jax.mem_cache.pages.page_allocator import (
 )
 from sgl_jax.mem_cache.pages.req_to_token_pool import NO_STATE
 from sgl_jax.mem_cache.rank_memory import RankMemory
+from sgl_jax.mem_cache.tree.cache_walk import audit_cache
 from sgl_jax.mem_cache.tree.tree_component import FirstPages
 from sgl_jax.mem_cache.tree_node import TreeNode
 
@@ -48,7 +49,7 @@ def find_defects(memory: RankMemory) -> Iterator[Finding]:
     yield from check_holders(memory)
     yield from check_rows(memory, 0, memory.rows.num_rows)
     try:
-        memory.cache.audit(locks_of(memory))
+        audit_cache(memory.cache, locks_of(memory))
     except LedgerError as error:
         yield walk_failure(error)
     leases = live_leases(memory)

@@ -116,9 +116,9 @@ class MemoryReader:
         tokens = np.array(message.input_ids, np.int32)
         found = []
         for rank in self._scheduler.ranks:
-            tree = rank.memory.cache.tree
-            node, length = tree.peek(tokens, message.namespace)
-            path = [each.node_id for each in tree.path_to(node)]
+            cache = rank.memory.cache
+            node, length = cache.find(tokens, message.namespace)
+            path = [each.node_id for each in cache.tree.path_to(node)]
             found.append(FoundOnRank(rank.dp_rank, length, path if length else []))
         return PrefixFound(len(tokens), found)
 

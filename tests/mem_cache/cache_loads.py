@@ -10,6 +10,7 @@ import numpy as np
 from sgl_jax.core.cache_groups import FULL_ATTENTION
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
+from sgl_jax.mem_cache.tree.cache_walk import audit_cache
 from sgl_jax.mem_cache.tree.radix_cache import RadixCache
 from sgl_jax.mem_cache.tree.tree_component import LeaseOffer
 
@@ -179,5 +180,5 @@ def hit_rate(prompts: list[Prompt], num_pages: int, eviction_policy: str) -> flo
     replay = Replay(num_pages, eviction_policy)
     for prompt in prompts:
         replay.serve(prompt)
-    replay.cache.audit([])
+    audit_cache(replay.cache, [])
     return replay.num_hit / replay.num_tokens

@@ -8,6 +8,7 @@ import numpy as np
 
 from sgl_jax.core.cache_groups import CacheGroup
 from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
+from sgl_jax.mem_cache.tree.cache_walk import audit_cache
 from sgl_jax.mem_cache.tree.radix_cache import PrefixMatch, RadixCache
 from sgl_jax.mem_cache.tree.tree_component import LeaseOffer
 from sgl_jax.mem_cache.tree_node import TreeNode
@@ -95,7 +96,7 @@ def test_a_lease_may_free_its_passed_window_and_keeps_the_path() -> None:
     node = prompts.keep("abcdef")
     prompts.cache.unlock_passed(node, WINDOW, 0, 5)
     assert prompts.cache.num_protected == [6, 1]
-    prompts.cache.audit([(node, [0, 5])])
+    audit_cache(prompts.cache, [(node, [0, 5])])
     prompts.cache.unlock(node, [0, 5])
     assert prompts.cache.num_protected == [0, 0]
 
@@ -156,7 +157,7 @@ def test_a_match_is_cut_to_an_earlier_position_and_locks_only_the_path_to_it() -
     match = prompts.match("abcdefgh")
     assert match.node is not None
     assert match.node.end == 4
-    prompts.cache.audit([(longer, None), (match.node, None)])
+    audit_cache(prompts.cache, [(longer, None), (match.node, None)])
     prompts.cache.unlock(longer)
     assert prompts.cache.num_protected == [4, 2]
 

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from sgl_jax.core.cache_groups import LAST_VALUE, CacheGroup
 from sgl_jax.mem_cache.eviction.eviction_policy import EVICTION_POLICIES
 from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
+from sgl_jax.mem_cache.tree.cache_walk import audit_cache
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
 from sgl_jax.mem_cache.tree.radix_cache import RadixCache
 from sgl_jax.mem_cache.tree.tree_component import LeaseOffer
@@ -350,8 +351,9 @@ class LookbackMachine(RuleBasedStateMachine):
     @invariant()
     def agrees_with_the_model(self) -> None:
         model = self.model
-        self.cache.audit(
-            [(node, lock.firsts) for node, lock in zip(self.nodes, model.locks, strict=True)]
+        audit_cache(
+            self.cache,
+            [(node, lock.firsts) for node, lock in zip(self.nodes, model.locks, strict=True)],
         )
         assert all(
             tokens_to(node) == lock.prefix

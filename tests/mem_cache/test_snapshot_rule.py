@@ -58,11 +58,15 @@ class Prompts:
 
     def is_untouched(self, num_locks: int = 0) -> bool:
         """Whether the root is neither locked nor to be evicted, and so many locks are held."""
-        tree, policy = self.cache.tree, self.cache._policy
+        tree, policy = self.cache.tree, self.cache.tree.policy
         check_shape(tree)
         assert tree.resumable is not None
         listed = [item.node for _, item in tree.resumable.windows[0].order.oldest()]
-        return tree.root not in policy and tree.root not in listed and tree.num_locks == num_locks
+        return (
+            tree.root not in policy
+            and tree.root not in listed
+            and self.cache.num_locks == num_locks
+        )
 
 
 def tokens(prompt: str) -> np.ndarray:

@@ -163,13 +163,13 @@ def test_a_lease_that_cannot_be_opened_or_grown_changes_nothing() -> None:
     memory = make_memory(PAGE, num_pages=6, num_rows=3)
     cache_prefix(memory, TOKENS[:8])
     leases = [memory.open_lease(TOKENS[:12]), memory.open_lease(TOKENS[20:])]
-    view, locks = memory.view(), memory.cache.tree.num_locks
+    view, locks = memory.view(), memory.cache.num_locks
     with pytest.raises(LeaseError, match="all 2 rows are held"):
         memory.open_lease(TOKENS[:12])
     rows = array(*(lease.row for lease in leases))
     assert not memory.grow_rows(rows, array(12, 16))
     assert memory.view() == view
-    assert memory.cache.tree.num_locks == locks
+    assert memory.cache.num_locks == locks
     assert memory.cache.num_evicted == 0
     audit(memory)
 
@@ -282,7 +282,7 @@ def test_the_root_of_an_emptied_tree_is_no_victim() -> None:
     full, root = full_of(memory), tree_of(memory).root
     assert not root.children
     assert len(full._policy) == 0
-    assert memory.cache.tree._policy.next_victim(0) is None
+    assert memory.cache.tree.policy.next_victim(0) is None
     assert memory.cache.evict(1) == 0
     full.refresh(root)
     assert root not in full._policy
@@ -302,7 +302,7 @@ def test_a_match_that_finds_nothing_locks_nothing_not_even_the_root(
     before = memory.view()
     match = memory.cache.match_prefix(wanted)
     assert (match.length, match.node, match.pages.shape[1]) == (0, None, 0)
-    assert memory.cache.tree.num_locks == 0
+    assert memory.cache.num_locks == 0
     assert not any(tree_of(memory).root.locks)
     assert memory.view() == before
     lease = memory.open_lease(wanted)

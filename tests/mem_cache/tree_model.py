@@ -7,6 +7,7 @@ than the tokens that the tree is given with the namespace's name.
 import numpy as np
 from hypothesis import strategies as st
 
+from sgl_jax.mem_cache.tree.radix_cache import RadixCache
 from sgl_jax.mem_cache.tree.radix_tree import RadixTree
 from sgl_jax.mem_cache.tree_node import TreeNode
 
@@ -136,6 +137,12 @@ def uses_of_pages(tree: RadixTree) -> dict[Tokens, int]:
         for node in tree.nodes()
         for end in range(node.end, node.end - len(node.key), -tree.page_size)
     }
+
+
+def held_blocks(cache: RadixCache) -> set[int]:
+    """The hashes of all pages of tokens that matches find, as `BlockLog` names them."""
+    found = (node for node in cache.nodes() if not node.is_withdrawn)
+    return {block for node in found for block in node.page_hashes.tolist()}
 
 
 def shape_of(tree: RadixTree) -> list[tuple[object, ...]]:

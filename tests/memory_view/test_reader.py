@@ -323,7 +323,7 @@ def sessions_of(driver: Driver) -> dict[str, Any]:
 
 
 def lock_once_more(memory: RankMemory) -> None:
-    memory.cache.tree.num_locks += 1
+    memory.cache.num_locks += 1
 
 
 def lose_a_lease(memory: RankMemory) -> None:

@@ -22,7 +22,6 @@ _ALLOCATOR = "sgl_jax/mem_cache/pages/page_allocator.py"
 _ROWS = "sgl_jax/mem_cache/pages/req_to_token_pool.py"
 _LEASE = "sgl_jax/mem_cache/lease.py"
 _TREE = "sgl_jax/mem_cache/tree/radix_tree.py"
-_SHAPE = "sgl_jax/mem_cache/tree/tree_shape.py"
 _FULL = "sgl_jax/mem_cache/tree/full_component.py"
 _COMPONENT = "sgl_jax/mem_cache/tree/tree_component.py"
 _ADAPTIVE = "sgl_jax/mem_cache/eviction/adaptive_policy.py"
@@ -188,7 +187,7 @@ MUTATIONS = (
     Mutation(
         "remember what left after a reset",
         _CACHE,
-        "        self._policy.clear()\n",
+        "        self.tree.policy.clear()\n",
         "",
     ),
     Mutation(
@@ -217,7 +216,7 @@ MUTATIONS = (
     ),
     Mutation(
         "hash an edge as if it began the prompt",
-        "sgl_jax/mem_cache/tree/tree_shape.py",
+        _TREE,
         "        if parent is not None and len(parent.page_hashes):\n",
         "        if False:\n",
     ),
@@ -254,19 +253,19 @@ MUTATIONS = (
     ),
     Mutation(
         "merge what was used more with what was used less",
-        _SHAPE,
+        _TREE,
         "            and upper.num_uses == lower.num_uses\n",
         "",
     ),
     Mutation(
         "merge what was used lately with what was not",
-        _SHAPE,
+        _TREE,
         "            and upper.last_access <= lower.last_access\n",
         "",
     ),
     Mutation(
         "merge a long edge with every chunk that follows",
-        _SHAPE,
+        _TREE,
         "            and len(upper.key) < 2 * len(lower.key)\n",
         "",
     ),
@@ -278,35 +277,35 @@ MUTATIONS = (
     ),
     Mutation(
         "leave apart what only a lock told apart",
-        _TREE,
-        "            self.resumable.released(node)\n        self._merge_into_only_child(node)\n",
-        "            self.resumable.released(node)\n",
+        _CACHE,
+        "        self.tree.merge_into_only_child(node)\n",
+        "",
     ),
     Mutation(
         "leave apart what only a branch told apart",
         _TREE,
-        "nodes above it\n        self._merge_into_only_child(parent)\n",
+        "nodes above it\n        self.merge_into_only_child(parent)\n",
         "nodes above it\n",
     ),
     Mutation(
         "leave apart what only an age told apart",
         _TREE,
-        "            self._merge_up(parent)  # it",
+        "            self.merge_up(parent)  # it",
         "            pass  # it",
     ),
     Mutation(
         "leave the chunks of a prompt a chain",
-        _TREE,
-        "            self.resumable.released(old)\n        self._merge_into_only_child(old)\n",
-        "            self.resumable.released(old)\n",
+        _CACHE,
+        "        self.tree.merge_into_only_child(old)\n",
+        "",
     ),
     # -- publishing a prefix
     Mutation(
         "forget the old lock when a longer prefix is published",
         _CACHE,
-        "            self.tree.move_lock(start, node, offer.first_pages)\n",
+        "            self._move_lock(start, node, offer.first_pages)\n",
         "            pass\n        if start is not None:\n"
-        "            self.tree.lock(node, offer.first_pages)\n",
+        "            self._lock(node, offer.first_pages)\n",
     ),
     Mutation(
         "lock what lies above a published prefix once more",
@@ -322,7 +321,7 @@ MUTATIONS = (
     ),
     Mutation(
         "look for what a lease continues at the root",
-        _SHAPE,
+        _TREE,
         "        node = below or self.root\n",
         "        node = self.root\n",
     ),
@@ -372,25 +371,25 @@ MUTATIONS = (
     # -- namespaces
     Mutation(
         "namespaces: look edges up by tokens alone",
-        _SHAPE,
+        _TREE,
         "return first_page if start else first_page + namespace.encode()",
         "return first_page",
     ),
     Mutation(
         "namespaces: insert into the default one",
-        _TREE,
-        "node, length = self._walk(tokens, offer.namespace, start)",
-        'node, length = self._walk(tokens, "", start)',
+        _CACHE,
+        "node, length = tree.walk(tokens, offer.namespace, start)",
+        'node, length = tree.walk(tokens, "", start)',
     ),
     Mutation(
         "namespaces: a new node is of the default one",
-        _TREE,
-        "node = self._add_child(node, tokens[length:].copy(), offer.namespace)",
-        'node = self._add_child(node, tokens[length:].copy(), "")',
+        _CACHE,
+        "node = tree.add_child(node, tokens[length:].copy(), offer.namespace)",
+        'node = tree.add_child(node, tokens[length:].copy(), "")',
     ),
     Mutation(
         "namespaces: a split lists its upper node by tokens alone",
-        _SHAPE,
+        _TREE,
         "upper = self._new_node(key, parent, lower.child_key, namespace)",
         "upper = self._new_node(key, parent, key[: self.page_size].tobytes(), namespace)",
     ),
@@ -415,8 +414,8 @@ MUTATIONS = (
     Mutation(
         "namespaces: look up pages in the default one",
         _CACHE,
-        "_, length = self.tree.peek(_contiguous(tokens), namespace, start)",
-        '_, length = self.tree.peek(_contiguous(tokens), "", start)',
+        "node, length = self.tree.walk(_contiguous(tokens), namespace, start)",
+        'node, length = self.tree.walk(_contiguous(tokens), "", start)',
     ),
     Mutation(
         "namespaces: order the queue by what the default one has",
@@ -468,9 +467,9 @@ MUTATIONS = (
     ),
     Mutation(
         "namespaces: the audit looks up no node",
-        _CACHE,
-        "            if not self.tree.is_listed(node):\n",
-        "            if False:\n",
+        _CACHE_WALK,
+        "        if not tree.is_listed(node):\n",
+        "        if False:\n",
     ),
     Mutation(
         "priorities: low values first, and high values too",
@@ -596,20 +595,21 @@ MUTATIONS = (
     ),
     Mutation(
         "lock the root when nothing matched",
-        _TREE,
+        _CACHE,
         "        if length == 0:\n            return None\n",
-        "        if length == 0:\n            self.lock(self.root)\n            return None\n",
+        "        if length == 0:\n            self._lock(self.tree.root)\n"
+        "            return None\n",
     ),
     Mutation(
         "match a part of a page",
-        _SHAPE,
+        _TREE,
         "common_prefix_len(child.key, rest) // self.page_size * self.page_size",
         "common_prefix_len(child.key, rest)",
     ),
     Mutation(
         "reset the cache under a live lease",
         _CACHE,
-        "        if self.tree.num_locks:\n",
+        "        if self.num_locks:\n",
         "        if False:\n",
     ),
     # -- requests and their results
@@ -1207,9 +1207,9 @@ MUTATIONS = (
     ),
     Mutation(
         "adopt a prefix under the lock of a shorter one",
-        _TREE,
-        "            self.move_lock(start, node, first_pages)\n        return node\n",
-        "            self.lock(node)\n        return node\n",
+        _CACHE,
+        "            self._move_lock(start, node, first_pages)\n",
+        "            self._lock(node)\n",
     ),
     Mutation(
         "upload only what follows an adopted prefix",
@@ -2102,7 +2102,7 @@ MUTATIONS = (
     ),
     Mutation(
         "leave the cursors of an edge that is split at its end",
-        _SHAPE,
+        _TREE,
         "        self.cursors.node_split(upper, lower)\n",
         "",
     ),
@@ -2114,7 +2114,7 @@ MUTATIONS = (
     ),
     Mutation(
         "leave the cursors of an edge that is merged",
-        _SHAPE,
+        _TREE,
         "        self.cursors.nodes_merged(upper, lower)\n",
         "",
     ),
@@ -2150,7 +2150,7 @@ MUTATIONS = (
     ),
     Mutation(
         "leave a cursor though a new child continues it",
-        _SHAPE,
+        _TREE,
         "        self.cursors.child_added(parent, child)\n",
         "",
     ),
@@ -2391,9 +2391,9 @@ MUTATIONS = (
     ),
     Mutation(
         "windows: evict from one pool for another",
-        _TREE,
-        "return sum(each.num_evictable for each in self.components if each.pool == pool)",
-        "return sum(each.num_evictable for each in self.components)",
+        _CACHE,
+        "sum(each.num_evictable for each in components if each.pool == pool)",
+        "sum(each.num_evictable for each in components)",
     ),
     Mutation(
         "windows: a cursor hears nothing of tombstones",
@@ -2488,18 +2488,18 @@ MUTATIONS = (
     ),
     Mutation(
         "states: a match that found nothing holds the root",
-        _TREE,
+        _CACHE,
         "        if length == 0:\n            return None\n",
-        "        if length == 0:\n            if not self._walk(tokens, namespace, start)[1]:\n"
-        "                self.lock(self.root)\n"
+        "        if length == 0:\n            if not self.tree.walk(tokens, namespace, start)[1]:\n"
+        "                self._lock(self.tree.root)\n"
         "            return None\n",
     ),
     Mutation(
         "states: a match that is cut until it reaches the root holds the root",
-        _TREE,
+        _CACHE,
         "        if length == 0:\n            return None\n",
-        "        if length == 0:\n            if self._walk(tokens, namespace, start)[1]:\n"
-        "                self.lock(self.root)\n            return None\n",
+        "        if length == 0:\n            if self.tree.walk(tokens, namespace, start)[1]:\n"
+        "                self._lock(self.tree.root)\n            return None\n",
     ),
     Mutation(
         "states: lose the snapshots that a prompt crossed before it was given up",
@@ -3488,26 +3488,26 @@ MUTATIONS = (
     ),
     Mutation(
         "not finite: walk into a withdrawn node",
-        _SHAPE,
+        _TREE,
         "            if child is None or child.is_withdrawn:\n",
         "            if child is None:\n",
     ),
     Mutation(
         "not finite: keep withdrawn pages without a lock",
         _TREE,
-        "                    self._trim(node, 0)\n",
+        "                    self.trim(node, 0)\n",
         "                    continue\n",
     ),
     Mutation(
         "not finite: leave a withdrawn node under its key",
-        _SHAPE,
+        _TREE,
         '            key += b"\\xff%d" % node.node_id\n',
         "            pass\n",
     ),
     Mutation(
         "not finite: insert below a withdrawn node",
-        _TREE,
-        "        if start.is_withdrawn:\n            return None\n",
+        _CACHE,
+        "        if start is not None and start.is_withdrawn:\n            return None\n",
         "",
     ),
     Mutation(
@@ -3605,8 +3605,8 @@ MUTATIONS = (
     Mutation(
         "walk: look at no node's locks",
         _CACHE_WALK,
-        "        self._cache.audit_nodes(nodes, locks)\n",
-        "",
+        "            component.audit_nodes(nodes, ends)\n",
+        "            pass\n",
     ),
     Mutation(
         "walk: look at no row",

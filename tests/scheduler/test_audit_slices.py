@@ -151,8 +151,8 @@ def list_a_page_too_many(rank: RankScheduler) -> None:
 
 
 def list_a_page_in_a_free_row(rank: RankScheduler) -> None:
-    rows = rank.memory.rows
-    rows.pages[row_pool._free[0], 0, 0] = 3
+    memory = rank.memory
+    memory.rows.pages[memory.row_pool._free[0], 0, 0] = 3
 
 
 def hold_a_row_for_no_session(rank: RankScheduler) -> None:
@@ -231,7 +231,7 @@ def test_a_walk_visits_every_node_of_a_tree_at_rest() -> None:
         load.step()
     for rank in load.driver.scheduler.ranks:
         cache = rank.memory.cache
-        walk = cache_walk.CacheWalk(cache, rank.memory.allocators)
+        walk = cache_walk.CacheWalk(cache)
         locks = [(lease.node, lease.first_pages) for lease in rank.memory.leases.values()]
         while walk.has_nodes:
             walk.check_some([(node, pages) for node, pages in locks if node is not None])

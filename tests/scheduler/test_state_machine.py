@@ -35,6 +35,7 @@ from sgl_jax.scheduler.events import (
     StoreOverdue,
     StoreSuspended,
 )
+from tests.mem_cache.tree_model import held_blocks
 from tests.scheduler.driver import Driver, generate
 from tests.scheduler.liveness import Liveness
 from tests.scheduler.setups import MAX_QUEUED, PLAIN, Setup, setups
@@ -72,7 +73,7 @@ class LoggedBlocks:
                     self.blocks -= {*event.hashes.tolist()}
                 case BlocksCleared():
                     self.blocks.clear()
-        assert self.blocks == self.memory.cache.held_blocks()
+        assert self.blocks == held_blocks(self.memory.cache)
 
 
 class SchedulerMachine(RuleBasedStateMachine):

@@ -117,10 +117,10 @@ def test_planning_looks_up_no_request_that_only_waits(
     scheduler, executor = s.driver.scheduler, s.driver.executor
     for i in range(500):
         scheduler.handle(generate(f"r{i}", [3, 1, 4, 1, 5] * 5 + [i % 50], 60))
-    walk, tokens_walked = RadixTree._walk, []
+    walk, tokens_walked = RadixTree.walk, []
     monkeypatch.setattr(
         RadixTree,
-        "_walk",
+        "walk",
         lambda *args: tokens_walked.append(args[1]) or walk(*args),  # type: ignore[func-returns-value]
     )
     for _ in range(50):
@@ -142,7 +142,7 @@ def test_a_turn_that_finds_its_lease_is_looked_up_in_the_tree_only_below_what_th
     for session_id in ("s", "t"):
         s.say(session_id, [ord(session_id) - 80] * 9)
 
-    walk, num_walks = RadixTree._walk, 0
+    walk, num_walks = RadixTree.walk, 0
 
     def walk_below(
         tree: RadixTree, tokens: np.ndarray, namespace: str, below: TreeNode | None = None
@@ -152,7 +152,7 @@ def test_a_turn_that_finds_its_lease_is_looked_up_in_the_tree_only_below_what_th
         assert below not in (None, tree.root), "the tree was walked from its root"
         return walk(tree, tokens, namespace, below)
 
-    monkeypatch.setattr(RadixTree, "_walk", walk_below)
+    monkeypatch.setattr(RadixTree, "walk", walk_below)
     turns = [s.begin(session_id, [2]) for session_id in ("s", "t")]
     s.run()
     assert all(s.driver.finish[rid].type == "length" for rid in turns)

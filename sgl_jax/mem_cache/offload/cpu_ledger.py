@@ -4,13 +4,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.ledger_walk import walk_failure
 from sgl_jax.mem_cache.offload.cpu_pool import CpuPool
 from sgl_jax.mem_cache.offload.cpu_tier import CpuTier
 from sgl_jax.mem_cache.pages.page_allocator import FREE, NULL_PAGE, RESERVED, TREE
-from sgl_jax.mem_cache.tree.cache_walk import CacheWalk
+from sgl_jax.mem_cache.tree.cache_walk import CacheWalk, audit_cache
 from sgl_jax.mem_cache.tree_node import TreeNode
 
 
@@ -35,12 +34,12 @@ def check_cpu_balance(tier: CpuTier) -> None:
             raise _error(blocks, f"the tree counts {cached} blocks, owns {allocator.num_tree}")
     nodes = [copy.node for copy in blocks.copies.values() if copy.node is not None]
     nodes += blocks.leaving.values()
-    tree, num_tokens = blocks.cache.tree, sum(node.end for node in nodes)
-    if (len(nodes), num_tokens) != (tree.num_locks, tree.num_locked_tokens):
+    cache, num_tokens = blocks.cache, sum(node.end for node in nodes)
+    if (len(nodes), num_tokens) != (cache.num_locks, cache.num_locked_tokens):
         raise _error(
             blocks,
             f"copies and fetches have locked {num_tokens} tokens {len(nodes)} times, the tree gave "
-            f"{tree.num_locks} locks on {tree.num_locked_tokens} tokens",
+            f"{cache.num_locks} locks on {cache.num_locked_tokens} tokens",
         )
     running = set(tier.fetches) | (tier.store.puts if tier.store else set())
     if set(blocks.leaving) != running:
@@ -49,11 +48,9 @@ def check_cpu_balance(tier: CpuTier) -> None:
 
 def audit_cpu_tier(tier: CpuTier) -> None:
     """Verify by a full walk that every block has exactly one owner, or raise `LedgerError`."""
-    check_cpu_balance(tier)
-    blocks = tier.blocks
-    blocks.cache.audit(_locks(blocks))
-    for pool in range(len(blocks.allocators)):
-        _check_owners(blocks, pool, blocks.cache.held_pages(pool))
+    for _ in _slices(tier, tier.blocks):
+        pass
+    audit_cache(tier.blocks.cache, _locks(tier.blocks))
 
 
 def audit_cpu_slices(tier: CpuTier) -> Iterator[None]:
@@ -74,7 +71,7 @@ def audit_cpu_slices(tier: CpuTier) -> Iterator[None]:
 def _slices(tier: CpuTier, blocks: CpuPool) -> Iterator[None]:
     check_cpu_balance(tier)
     yield
-    walk = CacheWalk(blocks.cache, blocks.allocators)
+    walk = CacheWalk(blocks.cache)
     for pool in range(len(blocks.allocators)):
         _check_owners(blocks, pool)
         yield
@@ -94,14 +91,13 @@ def _locks(blocks: CpuPool) -> list[tuple[TreeNode, None]]:
     return copying + [(node, None) for node in blocks.leaving.values()]
 
 
-def _check_owners(blocks: CpuPool, pool: int, tree_blocks: Int32Array | None = None) -> None:
-    """Verify that each block belongs to its copy, to the tree if it is in `tree_blocks`, or is
-    free. By default, `tree_blocks` are the blocks recorded as the tree's."""
+def _check_owners(blocks: CpuPool, pool: int) -> None:
+    """Verify that each block belongs to its copy or the tree, or is free."""
     allocator = blocks.allocators[pool]
     owners = allocator.owners()
     expected = np.full(allocator.num_pages, FREE, np.int32)
     expected[NULL_PAGE] = RESERVED
-    expected[owners == TREE if tree_blocks is None else tree_blocks] = TREE
+    expected[owners == TREE] = TREE
     for number, copy in blocks.copies.items():
         expected[blocks.by_pool(copy.blocks)[pool]] = number
     wrong = np.flatnonzero(expected != owners).astype(np.int32)

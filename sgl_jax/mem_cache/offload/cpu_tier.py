@@ -98,7 +98,7 @@ class CpuTier:
         self._copies_now: list[PageTransfer] = []
         self._fetches_now: list[PageTransfer] = []
         memory.watcher = self
-        memory.cache.tree.before_eviction = self.before_eviction
+        memory.cache.before_eviction = self.before_eviction
 
     # -- out --------------------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ class CpuTier:
     def _begin_copy(self, tokens: Int32Array, namespace: str) -> None:
         """Copy the part of the prefix that the device still has."""
         memory = self._memory
-        node, length = memory.cache.tree.peek(tokens, namespace)
+        node, length = memory.cache.find(tokens, namespace)
         if length == 0:
             return
         tokens = tokens[:length]

@@ -1,11 +1,11 @@
-"""A walk over a prefix cache in slices, between which the cache may change. It changes nothing.
+"""Checks of a prefix cache: all at once, or in slices between which the cache may change.
 
-A slice compares only records that it reads at one moment: the locks and the place of each of its
-nodes, and the owner of each of their pages. Two facts need the whole tree: that no two nodes have a
-page, and that each page of the tree is in some node. For these, the walk notes which node had a
-page. A note of an earlier slice is compared only if the node still has the page, and a page is
-reported as missing only if the tree has owned it since before the walk. So no change of the cache
-is reported as a defect.
+They change nothing. A slice compares only records that it reads at one moment: the locks and the
+place of each of its nodes, and the owner of each of their pages. Two facts need the whole tree:
+that no two nodes have a page, and that each page of the tree is in some node. For these, the walk
+notes which node had a page. A note of an earlier slice is compared only if the node still has the
+page, and a page is reported as missing only if the tree has owned it since before the walk. So no
+change of the cache is reported as a defect.
 
 Parents are visited before their children. A page moves within the tree only with a split, upwards
 to a new node, or with a merge, downwards to a child. So none can move from a node that the walk has
@@ -18,9 +18,10 @@ import numpy as np
 
 from sgl_jax.core.step_plan import Int32Array, IntpArray
 from sgl_jax.mem_cache.errors import LedgerError
-from sgl_jax.mem_cache.pages.page_allocator import TREE, PageAllocator
+from sgl_jax.mem_cache.pages.page_allocator import TREE
 from sgl_jax.mem_cache.tree.radix_cache import RadixCache
-from sgl_jax.mem_cache.tree.tree_component import FirstPages, TreeComponent
+from sgl_jax.mem_cache.tree.radix_tree import RadixTree
+from sgl_jax.mem_cache.tree.tree_component import FirstPages, LockedEnd, TreeComponent
 from sgl_jax.mem_cache.tree_node import TreeNode, is_on_tree, parent_of
 
 _NODES = 128  # per slice
@@ -28,12 +29,46 @@ _NODES = 128  # per slice
 _NOT_SEEN = 0
 
 
-class CacheWalk:
-    """One walk over the nodes of `cache`, with pages in `allocators`."""
+def audit_cache(cache: RadixCache, locks: Sequence[tuple[TreeNode, FirstPages]]) -> None:
+    """Raise `LedgerError` unless counts, locks and the eviction set are right, edges are
+    contiguous, and no two nodes should be merged.
 
-    def __init__(self, cache: RadixCache, allocators: Sequence[PageAllocator]) -> None:
+    Each path must belong to one namespace, and its edges must be listed under the keys of lookups.
+    Only locks may keep tokens that are not resumable. `locks` has an entry, with first pages, for
+    each lock of the live leases.
+    """
+    nodes, ends = cache.nodes(), [LockedEnd(*lock) for lock in locks]
+    for component in cache.tree.components:
+        component.audit(nodes, ends)
+    cache.cursors.audit()
+    _audit_shape(cache.tree, nodes)
+
+
+def _audit_shape(tree: RadixTree, nodes: Sequence[TreeNode]) -> None:
+    """Check the resumable positions of nodes, and their places on the tree."""
+    if tree.resumable is not None:
+        tree.resumable.audit(nodes)
+    for node in nodes:
+        if node.parent is None or node.end != node.parent.end + len(node.key):
+            raise LedgerError(
+                f"{node!r} does not continue its parent {node.parent!r}", node.values[0]
+            )
+        if not tree.is_listed(node):
+            raise LedgerError(
+                f"{node!r} is not where lookups of its tokens and namespace end, or is of another "
+                f"namespace than its parent {node.parent!r}",
+                node.values[0],
+            )
+        if tree.may_merge(node.parent, node):
+            raise LedgerError(f"{node!r} is not merged with {node.parent!r}", node.values[0])
+
+
+class CacheWalk:
+    """One walk over the nodes of `cache`."""
+
+    def __init__(self, cache: RadixCache) -> None:
         self._cache = cache
-        self._allocators = allocators
+        self._allocators = allocators = cache.allocators
         self._num_moved = [allocator.num_moved for allocator in allocators]
         # By pool and page: a number for the component and the visited node that had the page.
         self._seen: list[IntpArray] = [
@@ -54,7 +89,10 @@ class CacheWalk:
         for _ in range(min(_NODES, len(self._next))):
             self._visit(self._next.pop())
         nodes = self._visited[first:]
-        self._cache.audit_nodes(nodes, locks)
+        ends = [LockedEnd(*lock) for lock in locks]
+        for component in self._cache.tree.components:
+            component.audit_nodes(nodes, ends)
+        _audit_shape(self._cache.tree, nodes)
         for component in self._cache.tree.components:
             if 0 <= component.pool < len(self._allocators):
                 self._check_pages(component, nodes, first)

@@ -10,7 +10,7 @@ locks these, and unlocks a window's pages as its tokens fill the window (`unlock
 `first_pages` give, for each group, the first page that its row still lists.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
 from sgl_jax.mem_cache.tree.full_component import BareTokens, FullComponent
 from sgl_jax.mem_cache.tree.prefix_cursor import common_prefix_len
 from sgl_jax.mem_cache.tree.radix_tree import RadixTree
-from sgl_jax.mem_cache.tree.tree_component import FirstPages, LeaseOffer, LockedEnd
+from sgl_jax.mem_cache.tree.tree_component import FirstPages, LeaseOffer
 from sgl_jax.mem_cache.tree.window_component import WindowComponent, lookback_pages
 from sgl_jax.mem_cache.tree_node import TreeNode
 
@@ -59,10 +59,16 @@ class RadixCache:
             `groups`.
 
     Attributes:
-        tree: the core, which counts the locks taken and not yet undone.
+        tree: the nodes and edges.
         cursors: track the cached length of waiting prompts.
+        num_locks: locks not yet undone.
+        num_locked_tokens: sum over these locks of the tokens from the root to the locked node. Both
+            must equal the sums over the live leases.
         num_evicted: pages evicted since the start, in all pools.
+        before_eviction: if set, gets each leaf about to lose pages to `evict`.
     """
+
+    before_eviction: Callable[[TreeNode], object] | None = None
 
     def __init__(
         self,
@@ -84,40 +90,44 @@ class RadixCache:
                 f"{[each.sliding_window for each in groups]}"
             )
         self._num_groups = len(groups)
-        self._allocators = allocators
+        self.allocators = allocators
         # Evict tokens by the policy of FULL's pool, or of the first pool.
-        num_pages = allocators[groups[full_groups[0]].pool if full_groups else 0].num_pages
-        self._policy = (
-            AdaptivePolicy(num_pages, page_size)
+        pool = groups[full_groups[0]].pool if full_groups else 0
+        policy = (
+            AdaptivePolicy(allocators[pool].num_pages, page_size)
             if eviction_policy == "adaptive"
             else EvictionPolicy()
         )
         self._full: FullComponent
         if full_groups:
-            number, pool = full_groups[0], groups[full_groups[0]].pool
+            group = full_groups[0]
             self._full = FullComponent(
-                0, allocators[pool], page_size, self._policy, group=number, pool=pool
+                0, allocators[pool], page_size, policy, group=group, pool=pool
             )
         else:
-            self._full = BareTokens(0, allocators[0], page_size, self._policy, pool=_IN_NO_POOL)
-        windows: list[WindowComponent] = []
-        for number, group in enumerate(groups):
-            if group.sliding_window is not None:
-                windows.append(
-                    WindowComponent(
-                        len(windows) + 1,
-                        allocators[group.pool],
-                        page_size,
-                        lookback_pages(group.sliding_window, page_size),
-                        self._policy.num_classes,
-                        group=number,
-                        pool=group.pool,
-                        is_recurrent=group.is_recurrent,
-                    )
-                )
-        self._windows = tuple(windows)
-        self.tree = RadixTree(page_size, self._full, self._policy, windows)
+            self._full = BareTokens(0, allocators[0], page_size, policy, pool=_IN_NO_POOL)
+        in_windows = [
+            (number, group, group.sliding_window)
+            for number, group in enumerate(groups)
+            if group.sliding_window is not None
+        ]
+        self._windows = tuple(
+            WindowComponent(
+                index,
+                allocators[group.pool],
+                page_size,
+                lookback_pages(window, page_size),
+                policy.num_classes,
+                group=number,
+                pool=group.pool,
+                is_recurrent=group.is_recurrent,
+            )
+            for index, (number, group, window) in enumerate(in_windows, 1)
+        )
+        self.tree = RadixTree(page_size, self._full, policy, self._windows)
         self.cursors = self.tree.cursors
+        self.num_locks = 0
+        self.num_locked_tokens = 0
         self.num_evicted = num_evicted
 
     @property
@@ -125,7 +135,11 @@ class RadixCache:
         """Return how many pages of each pool the cache could free now."""
         if not self._windows:
             return [self._full.num_evictable]
-        return [self.tree.num_evictable(pool) for pool in range(len(self._allocators))]
+        components = self.tree.components
+        return [
+            sum(each.num_evictable for each in components if each.pool == pool)
+            for pool in range(len(self.allocators))
+        ]
 
     @property
     def num_protected(self) -> list[int]:
@@ -135,13 +149,79 @@ class RadixCache:
         components = self.tree.components
         return [
             sum(each.num_protected for each in components if each.pool == pool)
-            for pool in range(len(self._allocators))
+            for pool in range(len(self.allocators))
         ]
+
+    # -- lookups ----------------------------------------------------------------------------
 
     def peek(self, tokens: Int32Array, namespace: str = "", start: TreeNode | None = None) -> int:
         """Return how many tokens `match_prefix` would find, without changing even ages."""
-        _, length = self.tree.peek(_contiguous(tokens), namespace, start)
-        return length
+        return self.find(tokens, namespace, start)[1]
+
+    def find(
+        self, tokens: Int32Array, namespace: str = "", start: TreeNode | None = None
+    ) -> tuple[TreeNode, int]:
+        """Return a node with the longest resumable prefix on its path, and the prefix's length.
+        Read-only."""
+        node, length = self.tree.walk(_contiguous(tokens), namespace, start)
+        if self.tree.resumable is not None:
+            above = start.end if start else 0
+            length, _ = self.tree.resumable.usable_len(node, length, above)
+        return node, length
+
+    def match(
+        self,
+        tokens: Int32Array,
+        namespace: str = "",
+        start: TreeNode | None = None,
+        first_pages: FirstPages = None,
+    ) -> TreeNode | None:
+        """Lock the longest resumable prefix of `tokens` until `unlock`, and return its last node.
+
+        Return None, locking nothing, if nothing matches. A lock of `start` moves to the returned
+        node; `first_pages` are the lease's first pages for that lock.
+        """
+        node, length = self.find(tokens, namespace, start)
+        if length == 0:
+            return None
+        if start is not None and length == start.end:
+            return start
+        node = self.tree.node_at(node, length)
+        self.tree.touch(node, start)
+        if self.tree.resumable is not None:
+            self.tree.resumable.read(node, self.tree.clock)
+        if start is None:
+            self._lock(node)
+            self.tree.merge_path(node)
+        else:
+            self.tree.merge_path(node, start)
+            self._move_lock(start, node, first_pages)
+        self.tree.settle()
+        return node
+
+    def match_prefix(
+        self,
+        tokens: Int32Array,
+        namespace: str = "",
+        start: TreeNode | None = None,
+        first_pages: FirstPages = None,
+    ) -> PrefixMatch:
+        """Match (`match`), and return the pages after `start` that the next token reads."""
+        # Read before the lock moves, since `start` may then merge with the next node.
+        first = 0 if start is None else start.end // self.tree.page_size
+        node = self.match(tokens, namespace, start, first_pages)
+        if node is None:
+            return PrefixMatch(0, np.zeros((self._num_groups, 0), np.int32), None)
+        pages = self._pages_behind(node, first)
+        self.drop_unread(pages)
+        return PrefixMatch(node.end, pages, node)
+
+    def drop_unread(self, pages: Int32Array) -> None:
+        """Zero the pages that the token after a prefix does not read, since no lock covers them.
+        `pages` int32[groups, n] are the prefix's last pages."""
+        for window in self._windows:
+            num_unread = pages.shape[1] - window.num_pages
+            pages[window.group, : max(num_unread, 0)] = 0
 
     def next_key(self, node: TreeNode | None, tokens: Int32Array, namespace: str) -> bytes | None:
         """Return the key of `node`'s (None: the root's) child for `tokens`, a page or more."""
@@ -169,31 +249,11 @@ class RadixCache:
             for cursor in self.cursors.filed(parent, next_key, most)
         ]
 
-    def match_prefix(
-        self,
-        tokens: Int32Array,
-        namespace: str = "",
-        start: TreeNode | None = None,
-        first_pages: FirstPages = None,
-    ) -> PrefixMatch:
-        """Lock the longest resumable prefix of `tokens`; any lock of `start` moves to its end.
-        `first_pages` are the lease's first pages for that lock."""
-        # Read before the lock moves, since `start` may then merge with the next node.
-        first = 0 if start is None else start.end // self.tree.page_size
-        node = self.tree.match(_contiguous(tokens), namespace, start, first_pages)
-        if node is None:
-            return PrefixMatch(0, np.zeros((self._num_groups, 0), np.int32), None)
-        length, pages = node.end, self._pages_behind(node, first)
-        self.drop_unread(pages)
-        self.tree.settle()
-        return PrefixMatch(length, pages, node)
+    def finds(self, node: TreeNode | None) -> bool:
+        """Return whether matches find the prefix that ends at `node`, which a lease has locked."""
+        return node is None or not node.is_withdrawn
 
-    def drop_unread(self, pages: Int32Array) -> None:
-        """Zero the pages that the token after a prefix does not read, since no lock covers them.
-        `pages` int32[groups, n] are the prefix's last pages."""
-        for window in self._windows:
-            num_unread = pages.shape[1] - window.num_pages
-            pages[window.group, : max(num_unread, 0)] = 0
+    # -- changes ----------------------------------------------------------------------------
 
     def accept(self, tokens: Int32Array, offer: LeaseOffer) -> PrefixMatch | None:
         """Keep `tokens` (whole pages), and take the offered pages that the cache lacks.
@@ -204,17 +264,42 @@ class RadixCache:
         page, or is 0, the offered page stays with the lease.
         """
         start = offer.node
-        node = self.tree.insert(_contiguous(tokens), offer, start)
-        if node is None:
+        if start is not None and start.is_withdrawn:
             return None
+        node = self._insert(_contiguous(tokens), offer, start or self.tree.root)
         # Read before the lock moves, since `start` may then merge with the next node.
         first = 0 if start is None else start.end // self.tree.page_size
         if start is None:
-            self.tree.lock(node, offer.first_pages)
+            self._lock(node, offer.first_pages)
         else:
-            self.tree.move_lock(start, node, offer.first_pages)
+            self._move_lock(start, node, offer.first_pages)
         self.tree.settle()  # some of the taken pages may be dead
         return PrefixMatch(node.end, self._pages_behind(node, first), node)
+
+    def _insert(self, tokens: Int32Array, offer: LeaseOffer, start: TreeNode) -> TreeNode:
+        """Make `tokens` a path. Return its last node, not locked.
+
+        Components take the pages that they lack. Only nodes below `start` are visited, so a long
+        conversation costs no more to continue than a short one.
+        """
+        tree = self.tree
+        node, length = tree.walk(tokens, offer.namespace, start)
+        node = tree.node_at(node, length)
+        tree.touch(node, start)
+        is_new = length < len(tokens)
+        if is_new:
+            node = tree.add_child(node, tokens[length:].copy(), offer.namespace)
+        # An old node may lack only window pages.
+        added = [node] if tree.resumable is None else tree.path_to(node, start)
+        for step in added:
+            for component in tree.components:
+                component.absorb(step, offer)
+        if tree.resumable is not None:
+            tree.resumable.added(added)
+        if is_new:
+            tree.recall_uses(node)
+        tree.merge_path(node, start)
+        return node
 
     def withdraw(self, tokens: Int32Array, namespace: str, length: int) -> None:
         """Withdraw the prefix `tokens` past its first `length` tokens, in whole pages, from
@@ -223,13 +308,32 @@ class RadixCache:
         self.tree.withdraw(_contiguous(tokens), namespace, length // page_size * page_size)
         self.tree.settle()
 
-    def finds(self, node: TreeNode | None) -> bool:
-        """Return whether matches find the prefix that ends at `node`, which a lease has locked."""
-        return node is None or not node.is_withdrawn
+    def _lock(self, node: TreeNode, first_pages: FirstPages = None) -> None:
+        """Lock all pages that a lease ending at `node` reads."""
+        self.num_locks += 1
+        self.num_locked_tokens += node.end
+        for component in self.tree.components:
+            component.lock(node, first_pages)
+
+    def _move_lock(self, old: TreeNode, new: TreeNode, first_pages: FirstPages = None) -> None:
+        """Move one lock from `old` to `new`, which is `old` or below it. If the lock was its last,
+        `old` may then be removed."""
+        self.num_locked_tokens += new.end - old.end
+        for component in self.tree.components:
+            component.move_lock(old, new, first_pages)
+        if self.tree.resumable is not None:
+            self.tree.resumable.released(old)
+        self.tree.merge_into_only_child(old)
 
     def unlock(self, node: TreeNode, first_pages: FirstPages = None) -> None:
-        """Undo one lock of `match_prefix` or `accept`, except what `unlock_passed` unlocked."""
-        self.tree.unlock(node, first_pages)
+        """Undo one lock of `match` or `accept`, except what `unlock_passed` unlocked."""
+        for component in self.tree.components:
+            component.unlock(node, first_pages)
+        self.num_locks -= 1
+        self.num_locked_tokens -= node.end
+        if self.tree.resumable is not None:
+            self.tree.resumable.released(node)
+        self.tree.merge_into_only_child(node)
         self.tree.settle()
 
     def unlock_passed(self, node: TreeNode, group: int, first: int, end: int) -> None:
@@ -238,16 +342,50 @@ class RadixCache:
         for window in self._windows:
             if window.group == group:
                 window.unlock_passed(node, first, end)
-        self.tree.unlock_passed(node)
+        if self.tree.resumable is not None:
+            self.tree.resumable.released(node)
         self.tree.settle()
 
+    # -- eviction ---------------------------------------------------------------------------
+
     def evict(self, num_pages: int, pool: int = 0) -> int:
-        """Free `num_pages` of the pool, or all unlocked pages; return the number freed. With
-        windows, up to one more page of tokens, and tokens not resumable any more, may be freed."""
-        before = sum(self.num_evictable)
-        evicted = self.tree.evict(num_pages, pool)
-        self.num_evicted += before - sum(self.num_evictable)
-        return evicted
+        """Free `num_pages` of the pool, or all unlocked pages; return the number freed.
+
+        The last victim's edge is shortened, so without windows the number is exact. With a page of
+        tokens, its window pages are freed too, and so are tokens not resumable any more.
+        """
+        before = self.num_evictable
+        target = max(before[pool] - num_pages, 0)
+        while (present := self.num_evictable[pool]) > target:
+            if not self._evict_some(present - target, pool):
+                break
+            self.tree.settle()
+        self.tree.flush_dropped()
+        after = self.num_evictable
+        self.num_evicted += sum(before) - sum(after)
+        return before[pool] - after[pool]
+
+    def _evict_some(self, num_pages: int, pool: int) -> bool:
+        """Free up to `num_pages` of the least useful pages; return False if there are none."""
+        tree = self.tree
+        leaf = tree.policy.next_victim(tree.clock)
+        if tree.resumable is not None:
+            # A pool of windows has no ages of tokens.
+            least = tree.resumable.least_useful(pool, leaf, tree.policy, tree.clock)
+            if least is not None:
+                window, node, level = least
+                window.take(node, num_pages, level)
+                tree.resumable.tombstoned(node)
+                return True
+        if leaf is None:
+            return False
+        if self.before_eviction is not None:
+            self.before_eviction(leaf)
+        keep = self._full.pages_to_keep(leaf, num_pages)
+        if tree.resumable is not None:
+            keep = tree.resumable.pages_to_keep(leaf, num_pages, pool, self._full)
+        tree.trim(leaf, max(keep, tree.policy.num_kept(leaf)) * tree.page_size)
+        return True
 
     def make_room(self, counts: Sequence[int], num_ahead: Sequence[int] | None = None) -> bool:
         """Evict until each pool has `counts[pool]` free pages; return whether it has.
@@ -255,7 +393,7 @@ class RadixCache:
         If a pool has too few pages to evict, evict nothing of it and of the pools after it. If a
         pool lacks pages, `num_ahead[pool]` more than it lacks are evicted.
         """
-        for pool, (count, allocator) in enumerate(zip(counts, self._allocators, strict=True)):
+        for pool, (count, allocator) in enumerate(zip(counts, self.allocators, strict=True)):
             deficit = count - allocator.num_free
             if deficit > self.num_evictable[pool]:
                 return False
@@ -263,21 +401,23 @@ class RadixCache:
                 self.evict(deficit + (num_ahead[pool] if num_ahead else 0), pool)
         return all(
             count <= allocator.num_free
-            for count, allocator in zip(counts, self._allocators, strict=True)
+            for count, allocator in zip(counts, self.allocators, strict=True)
         )
 
     def reset(self) -> None:
         """Evict everything and reset the policy. Raise `LedgerError` if a lock is held."""
-        if self.tree.num_locks:
+        if self.num_locks:
             raise LedgerError(f"cannot reset: {sum(self.num_protected)} pages are locked")
         # Do not save these pages to a lower tier.
-        before_eviction, self.tree.before_eviction = self.tree.before_eviction, None
+        before_eviction, self.before_eviction = self.before_eviction, None
         for pool, num_pages in enumerate(self.num_evictable):
             self.evict(num_pages, pool)
-        self.tree.before_eviction = before_eviction
-        self._policy.clear()
+        self.before_eviction = before_eviction
+        self.tree.policy.clear()
         if self.tree.block_log is not None:
             self.tree.block_log.cleared()
+
+    # -- contents ---------------------------------------------------------------------------
 
     def pages_to(self, node: TreeNode) -> Int32Array:
         """Return the prefix's pages up to `node` in token order: int32[groups, n], 0 if absent."""
@@ -307,11 +447,6 @@ class RadixCache:
         """Return all nodes but the root, parents before children."""
         return list(self.tree.nodes())
 
-    def held_blocks(self) -> set[int]:
-        """Return the hashes of all pages of tokens that matches find, as named in `BlockLog`."""
-        found = (node for node in self.nodes() if not node.is_withdrawn)
-        return {block for node in found for block in node.page_hashes.tolist()}
-
     def held_pages(self, pool: int = 0) -> Int32Array:
         """Return all pages of the pool that the cache holds, in no particular order."""
         nodes = self.nodes()
@@ -320,61 +455,12 @@ class RadixCache:
         held: Int32Array = pages[pages != 0]
         return held
 
-    def audit(self, locks: Sequence[tuple[TreeNode, FirstPages]]) -> None:
-        """Raise `LedgerError` unless counts, locks and the eviction set are right, edges are
-        contiguous, and no two nodes should be merged.
-
-        Each path must belong to one namespace, and its edges must be listed under the keys of
-        lookups. Only locks may keep tokens that are not resumable. `locks` has an entry, with first
-        pages, for each lock of the live leases.
-        """
-        nodes, ends = self.nodes(), [LockedEnd(*lock) for lock in locks]
-        for component in self.tree.components:
-            component.audit(nodes, ends)
-        self.cursors.audit()
-        self._audit_shape(nodes)
-
-    def audit_nodes(
-        self, nodes: Sequence[TreeNode], locks: Sequence[tuple[TreeNode, FirstPages]]
-    ) -> None:
-        """Check only these nodes in the way of `audit`, without the sums over all nodes."""
-        ends = [LockedEnd(*lock) for lock in locks]
-        for component in self.tree.components:
-            component.audit_nodes(nodes, ends)
-        self._audit_shape(nodes)
-
-    def _audit_shape(self, nodes: Sequence[TreeNode]) -> None:
-        """Check the resumable positions of nodes, and their places on the tree."""
-        if self.tree.resumable is not None:
-            self.tree.resumable.audit(nodes)
-        for node in nodes:
-            if node.parent is None or node.end != node.parent.end + len(node.key):
-                raise LedgerError(
-                    f"{node!r} does not continue its parent {node.parent!r}", node.values[0]
-                )
-            if not self.tree.is_listed(node):
-                raise LedgerError(
-                    f"{node!r} is not where lookups of its tokens and namespace end, or is of "
-                    f"another namespace than its parent {node.parent!r}",
-                    node.values[0],
-                )
-            if self.tree.may_merge(node.parent, node):
-                raise LedgerError(f"{node!r} is not merged with {node.parent!r}", node.values[0])
-
 
 class ChunkCache(RadixCache):
     """Keeps nothing between requests: its tree stays empty, and every lease owns all its pages."""
 
     def next_key(self, node: TreeNode | None, tokens: Int32Array, namespace: str) -> bytes | None:
         return None
-
-    def is_awaited(self, node: TreeNode | None, next_key: bytes | None) -> bool:
-        return False
-
-    def awaited_lens(
-        self, node: TreeNode | None, next_key: bytes | None, tokens: Int32Array, most: int
-    ) -> list[int]:
-        return []
 
     def accept(self, tokens: Int32Array, offer: LeaseOffer) -> PrefixMatch | None:
         """Return None and keep nothing: the lease still owns all pages that it offered."""

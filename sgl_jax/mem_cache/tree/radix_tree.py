@@ -1,236 +1,189 @@
-"""A compressed, page-aligned radix tree of token sequences: the core of every prefix cache.
+"""A compressed, page-aligned radix tree of token sequences: nodes, edges, splits and merges.
 
-It matches, locks, inserts and evicts paths of a `TreeShape`. It never calls an allocator:
-components own the values of edges, their locks and the freed pages. With windows, `resumable.py`
-determines the resumable positions; without windows, every position is resumable.
+It never calls an allocator: components own the values of edges, their locks and the freed pages.
+Edges are multiples of `page_size` tokens, siblings differ in their first page, and tokens are
+compared, not hashes. The root holds nothing, is never locked or evicted, and is never counted.
+
+A path belongs to one namespace: children of the root are found by namespace and first page, all
+further nodes only by first page. So paths of different namespaces share only the root.
+
+A path has few nodes: a node and its only child merge if locks, values and use do not distinguish
+them, unless the upper edge is at least twice as long as the lower. So the lengths of edges that
+could merge halve downwards, and a page is copied about once each time its edge doubles.
+
+Each change is reported to the components, the eviction policy, the cursors and, with windows, to
+`resumable.py`; without windows, every position is resumable.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+
+import numpy as np
 
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.errors import LedgerError
+from sgl_jax.mem_cache.eviction.eviction_policy import EvictionPolicy
+from sgl_jax.mem_cache.eviction.ghost_pages import PrefixHasher
 from sgl_jax.mem_cache.tree.block_log import BlockLog
-from sgl_jax.mem_cache.tree.tree_component import FirstPages, LeaseOffer
-from sgl_jax.mem_cache.tree.tree_shape import TreeShape
-from sgl_jax.mem_cache.tree_node import TreeNode, front, is_on_tree, parent_of
+from sgl_jax.mem_cache.tree.cursor_index import CursorIndex
+from sgl_jax.mem_cache.tree.full_component import FullComponent
+from sgl_jax.mem_cache.tree.prefix_cursor import common_prefix_len
+from sgl_jax.mem_cache.tree.resumable import Resumable
+from sgl_jax.mem_cache.tree.tree_component import TreeComponent
+from sgl_jax.mem_cache.tree.window_component import WindowComponent
+from sgl_jax.mem_cache.tree_node import TreeNode, front, is_on_tree, only_child, parent_of
 
 
-class RadixTree(TreeShape):
-    """A tree with paths that leases lock. It takes the arguments of `TreeShape`.
+class RadixTree:
+    """The nodes of a tree over `full`, which locks paths, and `windows`. Lengths are in tokens of
+    whole pages. `clock` counts uses of paths. If set, `block_log` gets each page of tokens that
+    enters or leaves the tree."""
 
-    `num_locks` counts the locks not yet undone. `num_locked_tokens` sums, over these locks, the
-    tokens from the root to the locked node. Both must equal the sums over the live leases. If set,
-    `block_log` gets each page of tokens that enters or leaves the tree, and `before_eviction` gets
-    each leaf about to lose pages to `evict`.
-    """
-
-    num_locks = 0
-    num_locked_tokens = 0
-    _withdrawn: tuple[TreeNode, ...] = ()
     block_log: BlockLog | None = None
-    before_eviction: Callable[[TreeNode], object] | None = None
 
-    # -- matching -------------------------------------------------------------------------
+    def __init__(
+        self,
+        page_size: int,
+        full: FullComponent,
+        policy: EvictionPolicy,
+        windows: Sequence[WindowComponent] = (),
+    ) -> None:
+        self.page_size = page_size
+        self.full = full
+        self.components: tuple[TreeComponent, ...] = (full, *windows)
+        self.resumable: Resumable | None = None  # set before the root is created
+        self.policy = policy
+        self.clock = 0
+        self._hasher = PrefixHasher(page_size)
+        self._withdrawn: tuple[TreeNode, ...] = ()
+        self._next_id = 0
+        self.root = self._new_node(np.zeros(0, np.int32), None, b"", "")
+        usable_len = None
+        if windows:
+            self.resumable = Resumable(windows, self.root, page_size)
+            usable_len = self.resumable.usable_len
+        self.cursors = CursorIndex(page_size, self.root, self.walk, self.key_at, usable_len)
 
-    def peek(
-        self, tokens: Int32Array, namespace: str = "", start: TreeNode | None = None
+    def path_to(self, node: TreeNode, start: TreeNode | None = None) -> list[TreeNode]:
+        """Return the nodes from below `start`, or else the root, to `node`."""
+        start = start or self.root
+        path = []
+        step: TreeNode | None = node
+        while step is not None and step is not start:
+            path.append(step)
+            step = step.parent
+        return path[::-1]
+
+    def nodes(self, top: TreeNode | None = None) -> Iterator[TreeNode]:
+        """Iterate over all nodes but the root, or `top` and those below it, parents first."""
+        stack = list(self.root.children.values()) if top is None else [top]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def is_listed(self, node: TreeNode) -> bool:
+        """Return whether `node` is listed under its key, in its parent's namespace. A lookup by its
+        namespace and tokens finds it, unless it is withdrawn."""
+        parent = parent_of(node)
+        key = self.own_key(node)
+        is_of_parent = parent is self.root or parent.namespace == node.namespace
+        return is_of_parent and node.child_key == key and parent.children.get(key) is node
+
+    def child_key(self, parent: TreeNode, tokens: Int32Array, namespace: str) -> bytes:
+        """Return the key in `parent.children` of the edge that begins with `tokens`, a page or
+        more.
+
+        The first page has a fixed length, so no two pairs of page and namespace share a key.
+        """
+        return self.key_at(parent.end, tokens, namespace)
+
+    def own_key(self, node: TreeNode) -> bytes:
+        """Return the `child_key` that `node` must have. In the key of the highest withdrawn node of
+        a path, bytes that no namespace has follow the first page, so that no lookup finds it."""
+        parent = parent_of(node)
+        key = self.child_key(parent, node.key, node.namespace)
+        if node.is_withdrawn and not parent.is_withdrawn:
+            key += b"\xff%d" % node.node_id
+        return key
+
+    def key_at(self, start: int, tokens: Int32Array, namespace: str) -> bytes:
+        """Return the `child_key` for a parent that ends at `start`."""
+        first_page = tokens[: self.page_size].tobytes()
+        return first_page if start else first_page + namespace.encode()
+
+    @staticmethod
+    def hash_before(node: TreeNode) -> int:
+        """Return the hash of the prefix before `node`'s edge; if empty, the namespace's hash."""
+        parent = node.parent
+        if parent is not None and len(parent.page_hashes):
+            return int(parent.page_hashes[-1])
+        if not node.namespace:
+            return 0
+        return int.from_bytes(blake2b(node.namespace.encode(), digest_size=8).digest())
+
+    def walk(
+        self, tokens: Int32Array, namespace: str, below: TreeNode | None = None
     ) -> tuple[TreeNode, int]:
-        """Return a node with the longest resumable prefix on its path, and the prefix's length.
-        Read-only. `start` is a locked node on that path; the search begins below it."""
-        node, length = self._walk(tokens, namespace, start)
-        if self.resumable is not None:
-            length, _ = self.resumable.usable_len(node, length, start.end if start else 0)
+        """Return the node with the edge in which the walk along `tokens` ends, and the tokens
+        matched from the root, whole pages. The walk ends before a withdrawn node."""
+        node = below or self.root
+        length = node.end
+        limit = len(tokens) // self.page_size * self.page_size
+        while length == node.end < limit:
+            rest = tokens[length:limit]
+            child = node.children.get(self.key_at(length, rest, namespace))
+            if child is None or child.is_withdrawn:
+                break
+            node = child
+            length += common_prefix_len(child.key, rest) // self.page_size * self.page_size
         return node, length
 
-    def match(
-        self,
-        tokens: Int32Array,
-        namespace: str = "",
-        start: TreeNode | None = None,
-        first_pages: FirstPages = None,
-    ) -> TreeNode | None:
-        """Lock the longest usable prefix of `tokens` until `unlock`, and return its last node.
+    def node_at(self, node: TreeNode, length: int) -> TreeNode:
+        """Return the node that ends at `length` on the path to `node`; split an edge if needed."""
+        while node.parent is not None and node.parent.end >= length:
+            node = node.parent
+        if node.end == length:
+            return node
+        upper = self.split(node, len(node.key) - (node.end - length))
+        # The rest of the edge may be short enough to merge now. Leave the edges above: `upper` is
+        # about to get a lock or a child.
+        rest = only_child(node)
+        if rest is not None and self.may_merge(node, rest):
+            self._merge(node, rest)
+        return upper
 
-        Return None, locking nothing, if nothing matches. If `start`, a locked node on the path, is
-        given, a lock moves from there to the returned node, which is `start` if nothing below it
-        matches; `first_pages` are the lease's. Call `settle` to end the change.
-        """
-        node, length = self.peek(tokens, namespace, start)
-        if length == 0:
-            return None
-        if start is not None and length == start.end:
-            return start
-        node = self._node_at(node, length)
-        self._touch(node, start)
+    def _new_node(
+        self, key: Int32Array, parent: TreeNode | None, child_key: bytes, namespace: str
+    ) -> TreeNode:
+        node = TreeNode(
+            self._next_id,
+            key,
+            parent,
+            len(self.components),
+            child_key=child_key,
+            namespace=namespace,
+        )
+        self._next_id += 1
+        node.last_access = self.clock
         if self.resumable is not None:
-            self.resumable.read(node, self._clock)
-        if start is None:
-            self.lock(node)
-            self._merge_path(node)
-        else:
-            self._merge_path(node, start)
-            self.move_lock(start, node, first_pages)
+            node.start_reading()
         return node
 
-    # -- locks ----------------------------------------------------------------------------
+    def add_child(self, parent: TreeNode, key: Int32Array, namespace: str) -> TreeNode:
+        """Add a leaf below `parent`. Its components have no pages yet."""
+        child_key = self.child_key(parent, key, namespace)
+        child = self._new_node(key, parent, child_key, namespace)
+        child.page_hashes = self._hasher.hashes(key, self.hash_before(child))
+        parent.children[child_key] = child
+        self.refresh(parent)
+        self.cursors.child_added(parent, child)
+        if self.block_log is not None:
+            before = None if parent is self.root else self.hash_before(child)
+            self.block_log.stored(before, child.page_hashes, key)
+        return child
 
-    def lock(self, node: TreeNode, first_pages: FirstPages = None) -> None:
-        """Lock all pages that a lease ending at `node` reads, until `unlock`."""
-        self.num_locks += 1
-        self.num_locked_tokens += node.end
-        for component in self.components:
-            component.lock(node, first_pages)
-
-    def unlock(self, node: TreeNode, first_pages: FirstPages = None) -> None:
-        """Undo one lock of `node`, which may then be removed. Call `settle` to end the change."""
-        for component in self.components:
-            component.unlock(node, first_pages)
-        self.num_locks -= 1
-        self.num_locked_tokens -= node.end
-        if self.resumable is not None:
-            self.resumable.released(node)
-        self._merge_into_only_child(node)
-
-    def move_lock(self, old: TreeNode, new: TreeNode, first_pages: FirstPages = None) -> None:
-        """Move one lock from `old` to `new`, which is `old` or below it. If the lock was its last,
-        `old` may then be removed. Call `settle` to end the change."""
-        self.num_locked_tokens += new.end - old.end
-        for component in self.components:
-            component.move_lock(old, new, first_pages)
-        if self.resumable is not None:
-            self.resumable.released(old)
-        self._merge_into_only_child(old)
-
-    def unlock_passed(self, node: TreeNode) -> None:
-        """Record that a lease at `node` unlocked window pages. Call `settle` to end the change."""
-        if self.resumable is not None:
-            self.resumable.released(node)
-
-    def settle(self) -> None:
-        """End a change: free withdrawn and dead pages, and update the cursors."""
-        if self._withdrawn:
-            self._drop_withdrawn()
-        if self.resumable is None:
-            return
-        self.resumable.sweep(self._trim)
-        for component in self.components:
-            component.flush_dropped()
-        self.cursors.measure(self.resumable.take_remarked())
-
-    # -- changing -------------------------------------------------------------------------
-
-    def insert(
-        self, tokens: Int32Array, offer: LeaseOffer, start: TreeNode | None = None
-    ) -> TreeNode | None:
-        """Make `tokens` (whole pages, at least one) a path of the offer's namespace.
-
-        Components take the pages that they lack. `start` is a locked node on that path. Only nodes
-        below it are visited, so a long conversation costs no more to continue than a short one.
-        Return the node that ends exactly at len(tokens), not locked; or None, changing nothing, if
-        `start` is withdrawn. Lock the node if needed, then call `settle` to end the change.
-        """
-        start = start or self.root
-        if start.is_withdrawn:
-            return None
-        node, length = self._walk(tokens, offer.namespace, start)
-        node = self._node_at(node, length)
-        self._touch(node, start)
-        is_new = length < len(tokens)
-        if is_new:
-            node = self._add_child(node, tokens[length:].copy(), offer.namespace)
-            if self.block_log is not None:
-                parent = self.hash_before(node) if len(parent_of(node).key) else None
-                self.block_log.stored(parent, node.page_hashes, node.key)
-        # An old node may lack only window pages.
-        added = [node] if self.resumable is None else self.path_to(node, start)
-        for step in added:
-            for component in self.components:
-                component.absorb(step, offer)
-        if self.resumable is not None:
-            self.resumable.added(added)
-        if is_new:
-            self._recall_uses(node)
-        self._merge_path(node, start)
-        return node
-
-    def withdraw(self, tokens: Int32Array, namespace: str, length: int) -> None:
-        """Hide the path of `tokens` past its first `length` tokens, whole pages, from all walks.
-
-        Nodes after that point stay only while leases have them locked, under a key that no lookup
-        uses, so another path of the same tokens may take their place. Call `settle` to end the
-        change.
-        """
-        node, matched = self._walk(tokens, namespace)
-        if matched <= length:
-            return
-        above = self._node_at(node, length)
-        top = above.children[self.child_key(above, tokens[length:], namespace)]
-        for each in self.nodes(top):
-            if not each.is_withdrawn and self.block_log is not None:
-                self.block_log.removed(each.page_hashes)
-            each.is_withdrawn = True
-            self.cursors.leaf_trimmed(each, above)
-        del above.children[top.child_key]
-        top.child_key = self.own_key(top)
-        above.children[top.child_key] = top
-        self._withdrawn += (top,)
-
-    def _drop_withdrawn(self) -> None:
-        """Remove the withdrawn nodes that no lease has locked any more."""
-        tops, self._withdrawn = self._withdrawn, ()
-        for top in tops:
-            for node in reversed(list(self.nodes(top))):
-                is_unused = not node.children and not node.locks[self.full.index]
-                if is_unused and is_on_tree(node):
-                    self._trim(node, 0)
-            if is_on_tree(top):
-                self._withdrawn += (top,)
-        for component in self.components:
-            component.flush_dropped()
-
-    def num_evictable(self, pool: int) -> int:
-        if self.resumable is None:
-            return self.full.num_evictable
-        return sum(each.num_evictable for each in self.components if each.pool == pool)
-
-    def evict(self, num_pages: int, pool: int = 0) -> int:
-        """Free `num_pages` of the pool, or all unlocked pages; return the number freed.
-
-        The last victim's edge is shortened, so without windows the number is exact. With a page of
-        tokens, its window pages are freed too, and so are tokens not resumable any more.
-        """
-        before = self.num_evictable(pool)
-        target = max(before - num_pages, 0)
-        while (present := self.num_evictable(pool)) > target:
-            if not self._evict_some(present - target, pool):
-                break
-            self.settle()
-        for component in self.components:
-            component.flush_dropped()
-        return before - self.num_evictable(pool)
-
-    def _evict_some(self, num_pages: int, pool: int) -> bool:
-        """Free up to `num_pages` of the least useful pages; return False if there are none."""
-        leaf = self._policy.next_victim(self._clock)
-        if self.resumable is not None:
-            # A pool of windows has no ages of tokens.
-            least = self.resumable.least_useful(pool, leaf, self._policy, self._clock)
-            if least is not None:
-                window, node, level = least
-                window.take(node, num_pages, level)
-                self.resumable.tombstoned(node)
-                return True
-        if leaf is None:
-            return False
-        if self.before_eviction is not None:
-            self.before_eviction(leaf)
-        keep = self.full.pages_to_keep(leaf, num_pages)
-        if self.resumable is not None:
-            keep = self.resumable.pages_to_keep(leaf, num_pages, pool, self.full)
-        self._trim(leaf, max(keep, self._policy.num_kept(leaf)) * self.page_size)
-        return True
-
-    def _trim(self, leaf: TreeNode, keep_tokens: int) -> None:
+    def trim(self, leaf: TreeNode, keep_tokens: int) -> None:
         """Shorten a leaf's edge to `keep_tokens`; 0 removes the leaf."""
         if leaf.children:
             raise LedgerError(f"{leaf!r} is to be shortened, but it is no leaf")
@@ -239,7 +192,7 @@ class RadixTree(TreeShape):
             component.drop(leaf, keep_tokens)
         keep_pages = keep_tokens // self.page_size
         if not leaf.is_withdrawn:  # otherwise another node may have these tokens by now
-            self._policy.drop(leaf, keep_tokens, self._clock)
+            self.policy.drop(leaf, keep_tokens, self.clock)
             if self.block_log is not None:
                 self.block_log.removed(leaf.page_hashes[keep_pages:])
         leaf.page_hashes = front(leaf.page_hashes, keep_pages)
@@ -257,31 +210,159 @@ class RadixTree(TreeShape):
         # An insert below a lock does not update the use of the nodes above. They get it once it
         # matters: when they become leaves.
         parent.last_access = max(parent.last_access, leaf.last_access)
-        self._refresh(parent)
+        self.refresh(parent)
         if parent is not self.root:
-            self._merge_up(parent)  # it may be older than the nodes above it
-        self._merge_into_only_child(parent)
+            self.merge_up(parent)  # it may be older than the nodes above it
+        self.merge_into_only_child(parent)
 
-    def _touch(self, node: TreeNode, start: TreeNode | None = None) -> None:
+    # -- uses -------------------------------------------------------------------------------
+
+    def touch(self, node: TreeNode, start: TreeNode | None = None) -> None:
         """Record a use of every node from below `start`, or else the root, to `node`."""
-        self._clock += 1
+        self.clock += 1
         for step in self.path_to(node, start):
-            self._policy.use(step, self._clock)
-            step.last_access = self._clock
+            self.policy.use(step, self.clock)
+            step.last_access = self.clock
             if not step.children:
                 self.full.refresh(step)
             if self.resumable is not None:
                 self.resumable.used(step)
 
-    def _recall_uses(self, node: TreeNode) -> None:
+    def recall_uses(self, node: TreeNode) -> None:
         """Split a new edge by its pages' numbers of uses: some may have been cached before."""
-        runs = self._policy.begin(node)
+        runs = self.policy.begin(node)
         if self.resumable is not None:
             self.resumable.used(node)
         for num_tokens, num_uses in runs:
             if num_tokens < len(node.key):
-                upper = self._split(node, num_tokens)
+                upper = self.split(node, num_tokens)
                 upper.num_uses = num_uses
                 if self.resumable is not None:
                     self.resumable.used(upper)
-        self._refresh(node)
+        self.refresh(node)
+
+    # -- withdrawn paths --------------------------------------------------------------------
+
+    def withdraw(self, tokens: Int32Array, namespace: str, length: int) -> None:
+        """Hide the path of `tokens` past its first `length` tokens, whole pages, from all walks.
+
+        Nodes after that point stay only while leases have them locked, under a key that no lookup
+        uses, so another path of the same tokens may take their place. `settle` removes the rest.
+        """
+        node, matched = self.walk(tokens, namespace)
+        if matched <= length:
+            return
+        above = self.node_at(node, length)
+        top = above.children[self.child_key(above, tokens[length:], namespace)]
+        for each in self.nodes(top):
+            if not each.is_withdrawn and self.block_log is not None:
+                self.block_log.removed(each.page_hashes)
+            each.is_withdrawn = True
+            self.cursors.leaf_trimmed(each, above)
+        del above.children[top.child_key]
+        top.child_key = self.own_key(top)
+        above.children[top.child_key] = top
+        self._withdrawn += (top,)
+
+    def settle(self) -> None:
+        """End a change: free dead pages and withdrawn nodes without locks, update the cursors."""
+        tops, self._withdrawn = self._withdrawn, ()
+        for top in tops:
+            for node in reversed(list(self.nodes(top))):
+                is_unused = not node.children and not node.locks[self.full.index]
+                if is_unused and is_on_tree(node):
+                    self.trim(node, 0)
+            if is_on_tree(top):
+                self._withdrawn += (top,)
+        if self.resumable is not None:
+            self.resumable.sweep(self.trim)
+        if tops or self.resumable is not None:
+            self.flush_dropped()
+        if self.resumable is not None:
+            self.cursors.measure(self.resumable.take_remarked())
+
+    def flush_dropped(self) -> None:
+        """Free the pages that components have dropped."""
+        for component in self.components:
+            component.flush_dropped()
+
+    # -- splits and merges ------------------------------------------------------------------
+
+    def split(self, lower: TreeNode, num_tokens: int) -> TreeNode:
+        """Put a new node after the first `num_tokens` of `lower`'s edge; `lower` stays the end.
+        Leases point at the node where their prefix ends, so the lower node keeps its identity."""
+        parent = parent_of(lower)
+        key, namespace = lower.key[:num_tokens].copy(), lower.namespace
+        upper = self._new_node(key, parent, lower.child_key, namespace)
+        upper.last_access = lower.last_access
+        if self.resumable is not None:
+            upper.read.last_access = lower.read.last_access
+            upper.read.num_uses = upper.num_uses = lower.num_uses
+        parent.children[upper.child_key] = upper
+        lower.key = lower.key[num_tokens:].copy()
+        cut = num_tokens // self.page_size
+        upper.page_hashes = lower.page_hashes[:cut].copy()
+        lower.page_hashes = lower.page_hashes[cut:].copy()
+        lower.parent = upper
+        lower.child_key = self.child_key(upper, lower.key, namespace)
+        upper.children[lower.child_key] = lower
+        for component in self.components:
+            component.split(upper, lower)
+        if self.resumable is not None:
+            self.resumable.split(upper, lower)
+        self.policy.split(upper, lower)
+        self.cursors.node_split(upper, lower)
+        return upper
+
+    def may_merge(self, upper: TreeNode, lower: TreeNode) -> bool:
+        """Return whether `lower` and its parent `upper` should be one node.
+
+        A leaf is as old as the latest use through it. So if the upper edge was used no later than
+        the lower edge, it is evicted as if both had been used together.
+        """
+        return (
+            upper is not self.root
+            and len(upper.children) == 1
+            and len(upper.key) < 2 * len(lower.key)
+            and upper.last_access <= lower.last_access
+            and upper.num_uses == lower.num_uses
+            and not (upper.is_withdrawn or lower.is_withdrawn)
+            and all(component.may_merge(upper, lower) for component in self.components)
+        )
+
+    def _merge(self, upper: TreeNode, lower: TreeNode) -> None:
+        """Undo a split: move the edge and the place of `upper` to `lower`, its only child. Leases
+        point at the node where their prefix ends, so the lower node keeps its identity."""
+        parent = parent_of(upper)
+        for component in self.components:
+            component.merge(upper, lower)
+        lower.key = np.concatenate([upper.key, lower.key])
+        lower.page_hashes = np.concatenate([upper.page_hashes, lower.page_hashes])
+        lower.parent = parent
+        lower.child_key = upper.child_key
+        parent.children[lower.child_key] = lower
+        if self.resumable is not None:
+            self.resumable.merged(upper, lower)
+        self.cursors.nodes_merged(upper, lower)
+
+    def merge_up(self, lower: TreeNode) -> None:
+        """Merge the nodes above `lower` into it while allowed."""
+        while self.may_merge(upper := parent_of(lower), lower):
+            self._merge(upper, lower)
+
+    def merge_into_only_child(self, upper: TreeNode) -> None:
+        """Merge `upper` if its separating lock, value or other child is gone."""
+        lower = only_child(upper)
+        if lower is not None:
+            self.merge_up(lower)
+
+    def merge_path(self, node: TreeNode, start: TreeNode | None = None) -> None:
+        """Merge just-used nodes from below `start` (which has a lock) or the root to `node`."""
+        while node is not (start or self.root):
+            self.merge_up(node)
+            node = parent_of(node)
+
+    def refresh(self, node: TreeNode) -> None:
+        if node is not self.root:
+            for component in self.components:
+                component.refresh(node)

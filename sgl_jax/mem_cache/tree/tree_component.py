@@ -1,6 +1,6 @@
 """The pages of one cache group on the prefix tree.
 
-The tree core (`tree_shape.py`, `radix_tree.py`) owns tokens, edges and splits. Components, one per
+The tree core (`radix_tree.py`) owns tokens, edges and splits. Components, one per
 cache group, own the values of edges: FULL attention needs every page before a position, a window
 only its lookback. Each component has an index in `TreeNode.values` and `TreeNode.locks`. Component
 0 is always FULL's or, for models without a full layer, `BareTokens` (`full_component.py`): its

@@ -18,6 +18,7 @@ from sgl_jax.engine.offline import Engine
 from sgl_jax.mem_cache.tree.block_log import BlockLog
 from sgl_jax.scheduler.events import Flush
 from tests.live.live_server import free_port
+from tests.mem_cache.tree_model import held_blocks
 from tests.scheduler.driver import Driver, generate, make_sizes
 from tests.support.waiting import until
 
@@ -152,7 +153,7 @@ class Published:
         ):
             subscriber.read(count, lost)
             cache = rank.memory.cache
-            assert subscriber.blocks.keys() == cache.held_blocks()
+            assert subscriber.blocks.keys() == held_blocks(cache)
             expected = set()
             for node in cache.nodes():
                 pages = node.key.reshape(-1, 4).tolist()

@@ -12,6 +12,7 @@ from sgl_jax.mem_cache.eviction.eviction_policy import EVICTION_POLICIES
 from sgl_jax.mem_cache.eviction.shadow_caches import GHOSTS_PER_PAGE
 from sgl_jax.mem_cache.eviction.shadow_pages import NUM_CLASSES
 from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
+from sgl_jax.mem_cache.tree.cache_walk import audit_cache
 from sgl_jax.mem_cache.tree.radix_cache import RadixCache
 from tests.mem_cache.cache_loads import (
     Replay,
@@ -132,7 +133,7 @@ def test_a_reset_forgets_how_prompts_were_used() -> None:
         hits = [replay.serve(prompt) for prompt in prompts]
         seen.append((hits, uses_of_pages(replay.cache.tree)))
         replay.cache.reset()
-        replay.cache.audit([])
+        audit_cache(replay.cache, [])
     assert seen[0] == seen[1]
     replay.serve(prompts[-1][:4])
     assert set(uses_of_pages(replay.cache.tree).values()) == {0}
@@ -203,7 +204,7 @@ def test_the_counts_of_long_ago_fade() -> None:
     """A hundred times what the cache holds has left: its counts are of the last few times."""
     policy = AdaptivePolicy(num_pages=8, page_size=1)
     replay = Replay(8, "adaptive")
-    replay.cache._policy = replay.cache._full._policy = replay.cache.tree._policy = policy
+    replay.cache._full._policy = replay.cache.tree.policy = policy
     pages = fresh_pages()
     for _ in range(200):
         replay.serve(take(pages, 8))
@@ -219,10 +220,10 @@ def test_an_audit_finds_a_leaf_that_would_never_be_chosen() -> None:
     for policy in EVICTION_POLICIES:
         replay = Replay(8, policy)
         replay.serve([1, 2])
-        replay.cache.audit([])
+        audit_cache(replay.cache, [])
         replay.cache.nodes()[0].last_access += 1
         with pytest.raises(LedgerError, match=r"does not list TreeNode.* at its age"):
-            replay.cache.audit([])
+            audit_cache(replay.cache, [])
 
 
 def test_an_audit_finds_a_leaf_in_a_class_that_is_not_its_own() -> None:
@@ -230,7 +231,7 @@ def test_an_audit_finds_a_leaf_in_a_class_that_is_not_its_own() -> None:
     replay.serve([1, 2])
     replay.cache.nodes()[0].num_uses += 1
     with pytest.raises(LedgerError, match="membership of the eviction set is wrong"):
-        replay.cache.audit([])
+        audit_cache(replay.cache, [])
 
 
 def test_eviction_page_by_page_takes_the_tail_of_an_edge_first() -> None:

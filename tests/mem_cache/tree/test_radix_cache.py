@@ -11,7 +11,7 @@ from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.eviction.shadow_pages import NUM_CLASSES
 from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
 from sgl_jax.mem_cache.tree.block_log import BlockLog, BlocksRemoved
-from sgl_jax.mem_cache.tree.cache_walk import CacheWalk
+from sgl_jax.mem_cache.tree.cache_walk import CacheWalk, audit_cache
 from sgl_jax.mem_cache.tree.radix_cache import RadixCache
 from sgl_jax.mem_cache.tree.tree_component import LeaseOffer
 from sgl_jax.mem_cache.tree_node import TreeNode
@@ -22,6 +22,7 @@ from tests.mem_cache.tree_model import (
     array_of,
     cached_pages,
     check_shape,
+    held_blocks,
     in_namespace,
     namespace_of,
     shape_of,
@@ -170,9 +171,9 @@ class RadixCacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees_with_the_model(self) -> None:
-        self.cache.audit([(node, None) for node in self.locks])
-        assert self.cache.tree.num_locks == len(self.locks)
-        assert self.cache.tree.num_locked_tokens == sum(map(len, self.model.locked))
+        audit_cache(self.cache, [(node, None) for node in self.locks])
+        assert self.cache.num_locks == len(self.locks)
+        assert self.cache.num_locked_tokens == sum(map(len, self.model.locked))
         assert sorted(self.cache.held_pages().tolist()) == sorted(self.model.pages.values())
         assert cached_pages(self.cache.tree) == self.model.pages
         assert uses_of_pages(self.cache.tree) == self.model.uses
@@ -230,7 +231,7 @@ def test_a_match_that_finds_nothing_locks_nothing() -> None:
     assert match.node is None
     assert match.length == 0
     assert cache.num_protected == [0]
-    cache.audit([])
+    audit_cache(cache, [])
 
 
 def test_the_least_recently_used_goes_first() -> None:
@@ -252,7 +253,7 @@ def test_an_emptied_tree_can_be_evicted_again_and_used_again() -> None:
     cache = cache_with((1, 2))
     assert cache.evict(9) == 2
     assert cache.evict(9) == 0
-    cache.audit([])
+    audit_cache(cache, [])
     assert cache.match_prefix(array_of((1, 2))).node is None
 
 
@@ -271,7 +272,7 @@ def test_eviction_never_reaches_what_a_lock_deeper_down_needs() -> None:
     assert cache.evict(99) == 1
     assert set(cached_pages(cache.tree)) == {(1,), (1, 2), (1, 2, 3)}
     assert match.node is not None
-    cache.audit([(match.node, None)])
+    audit_cache(cache, [(match.node, None)])
 
 
 def accept_again(cache: RadixCache, allocator: PageAllocator, tokens: Tokens) -> TreeNode:
@@ -297,12 +298,12 @@ def test_beside_a_withdrawn_path_that_is_locked_another_one_takes_its_place(leng
     assert cache.peek(array_of((1, 2, 5))) == (3 if length else 0)
     removed = [each.hashes for each in log.take() if isinstance(each, BlocksRemoved)]
     assert len(np.concatenate(removed)) == (2 if length else 5)
-    cache.audit([(old, None)])
+    audit_cache(cache, [(old, None)])
     new = accept_again(cache, allocator, (1, 2, 3, 4))
     assert cache.match_prefix(array_of((1, 2, 3, 4))).node is new
-    assert len(cache.held_blocks()) == (5 if length else 4)
+    assert len(held_blocks(cache)) == (5 if length else 4)
     locks = [(old, None), (new, None), (new, None)]
-    cache.audit(locks)
+    audit_cache(cache, locks)
     walk = CacheWalk(cache, [allocator])
     while walk.has_nodes:
         walk.check_some(locks)
@@ -311,7 +312,7 @@ def test_beside_a_withdrawn_path_that_is_locked_another_one_takes_its_place(leng
     cache.unlock(old)
     assert not log.take(), "the blocks are the new path's"
     assert not any(node.is_withdrawn for node in cache.nodes())
-    cache.audit(locks[1:])
+    audit_cache(cache, locks[1:])
     assert cache.evict(99) == (1 if length else 0)
 
 
@@ -329,14 +330,14 @@ def test_nothing_joins_a_withdrawn_path() -> None:
     assert cache.peek(tokens, "", upper) == 2, "what is below is withdrawn, too"
     key = cache.next_key(upper, tokens[2:], "")
     assert not cache.is_awaited(upper, key), "nor is it published again and again"
-    cache.audit(locks)
+    audit_cache(cache, locks)
     again = accept_again(cache, allocator, (1, 2, 3))
     cache.withdraw(tokens, "", 1)  # of the new path, all but a page
     assert cache.peek(tokens) == 1
-    cache.audit([*locks, (again, None)])
+    audit_cache(cache, [*locks, (again, None)])
     for node in (upper, again, lower):
         cache.unlock(node)
-    cache.audit([])
+    audit_cache(cache, [])
     assert cache.evict(99) == 1
 
 

@@ -2,10 +2,9 @@
 
 import numpy as np
 
-from sgl_jax.mem_cache.eviction.eviction_policy import EvictionPolicy
+from sgl_jax.core.cache_groups import FULL_ATTENTION
 from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
-from sgl_jax.mem_cache.tree.full_component import FullComponent
-from sgl_jax.mem_cache.tree.radix_tree import RadixTree
+from sgl_jax.mem_cache.tree.radix_cache import RadixCache
 from sgl_jax.mem_cache.tree.tree_component import LeaseOffer, LockedEnd
 from sgl_jax.mem_cache.tree_node import TreeNode
 from tests.mem_cache.tree_model import check_shape, shape_of, tokens_to
@@ -16,21 +15,20 @@ class Tree:
 
     def __init__(self) -> None:
         self.allocator = PageAllocator(100)
-        policy = EvictionPolicy()
-        self.full = FullComponent(0, self.allocator, 2, policy)
-        self.tree = RadixTree(2, self.full, policy)
+        self.cache = RadixCache(FULL_ATTENTION, [self.allocator], 2, eviction_policy="lru")
+        self.tree, self.full = self.cache.tree, self.cache._full
 
     def insert(self, *tokens: int) -> TreeNode:
         array = np.array(tokens, np.int32)
         offered = self.allocator.alloc(len(tokens) // 2, 1)
-        node = self.tree.insert(array, LeaseOffer(1, 0, offered[None]))
+        node = self.cache._insert(array, LeaseOffer(1, 0, offered[None]), self.tree.root)
         kept = self.full.pages_of(self.tree.path_to(node))
         self.allocator.free(offered[offered != kept], 1)
         check_shape(self.tree)
         return node
 
     def match(self, *tokens: int) -> TreeNode | None:
-        return self.tree.match(np.array(tokens, np.int32))
+        return self.cache.match(np.array(tokens, np.int32))
 
 
 def test_a_sequence_becomes_one_edge() -> None:
@@ -51,7 +49,7 @@ def test_siblings_differ_in_their_first_page_even_if_they_share_a_token() -> Non
 def test_a_split_leaves_the_lower_node_its_identity_and_gives_the_upper_one_its_locks() -> None:
     tree = Tree()
     lower = tree.match(1, 2) or tree.insert(1, 2, 3, 4, 5, 6)
-    tree.tree.lock(lower)
+    tree.cache._lock(lower)
     upper = tree.match(1, 2, 3, 4, 9, 9)
     assert upper is lower.parent
     assert lower.end == 6
@@ -75,7 +73,7 @@ def test_a_match_renews_the_path_and_a_peek_does_not() -> None:
     old, young = tree.insert(1, 2, 3, 4), tree.insert(7, 8)
     assert old.last_access < young.last_access
     before = shape_of(tree.tree)
-    assert tree.tree.peek(np.array([1, 2, 3, 4], np.int32)) == (old, 4)
+    assert tree.cache.find(np.array([1, 2, 3, 4], np.int32)) == (old, 4)
     assert shape_of(tree.tree) == before
     tree.match(1, 2, 3, 4)
     assert old.last_access > young.last_access
@@ -96,27 +94,29 @@ def test_prefixes_longer_than_the_recursion_limit_are_no_problem() -> None:
         array = np.zeros(length, np.int32)
         pages = np.zeros(length // 2, np.int32)
         pages[-1:] = tree.allocator.alloc(1, 1)
-        nodes.append(tree.tree.insert(array, LeaseOffer(1, length - 2, pages[None])))
-        tree.tree.lock(nodes[-1])
+        nodes.append(
+            tree.cache._insert(array, LeaseOffer(1, length - 2, pages[None]), tree.tree.root)
+        )
+        tree.cache._lock(nodes[-1])
     node = tree.match(*[0] * 2020)
     assert node is not None
     assert len(tree.tree.path_to(node)) == 1010
     for each in [node, *nodes]:
-        tree.tree.unlock(each)
-    assert tree.tree.evict(5000) == 1010
+        tree.cache.unlock(each)
+    assert tree.cache.evict(5000) == 1010
 
 
 def test_a_prefix_is_as_old_as_the_youngest_of_what_continued_it() -> None:
     """Though an insert below a lock does not visit what lies above."""
     tree = Tree()
     stem, other = tree.insert(1, 2, 3, 4), tree.insert(7, 8)
-    tree.tree.lock(stem)
+    tree.cache._lock(stem)
     pages = np.concatenate([stem.values[0], tree.allocator.alloc(1, 1)])
     offer = LeaseOffer(1, 4, pages[None], stem)
-    leaf = tree.tree.insert(np.array([1, 2, 3, 4, 5, 6], np.int32), offer, stem)
-    tree.tree.unlock(stem)
+    leaf = tree.cache._insert(np.array([1, 2, 3, 4, 5, 6], np.int32), offer, stem)
+    tree.cache.unlock(stem)
     assert stem.last_access < other.last_access < leaf.last_access
-    assert tree.tree.evict(2) == 2
+    assert tree.cache.evict(2) == 2
     assert list(tree.tree.nodes()) == [stem]
     assert stem.last_access == leaf.last_access
 
@@ -131,12 +131,14 @@ def publish_in_chunks(tree: Tree, num_tokens: int, chunk: int) -> TreeNode:
         pages = np.concatenate([held, tree.allocator.alloc(chunk // 2, 1)])
         start, node = (
             node,
-            tree.tree.insert(tokens[:end], LeaseOffer(1, end - chunk, pages[None]), node),
+            tree.cache._insert(
+                tokens[:end], LeaseOffer(1, end - chunk, pages[None]), node or tree.tree.root
+            ),
         )
         if start is None:
-            tree.tree.lock(node)
+            tree.cache._lock(node)
         else:
-            tree.tree.move_lock(start, node)
+            tree.cache._move_lock(start, node)
     assert node is not None
     check_shape(tree.tree)
     tree.full.audit(list(tree.tree.nodes()), [LockedEnd(node)])
@@ -146,7 +148,7 @@ def publish_in_chunks(tree: Tree, num_tokens: int, chunk: int) -> TreeNode:
 def test_a_prompt_published_in_many_chunks_is_a_handful_of_nodes() -> None:
     tree = Tree()
     node = publish_in_chunks(tree, 8000, 16)
-    assert tree.tree.peek(np.arange(8000, dtype=np.int32)) == (node, 8000)
+    assert tree.cache.find(np.arange(8000, dtype=np.int32)) == (node, 8000)
     assert len(tree.tree.path_to(node)) <= 10
     assert tokens_to(node) == tuple(range(8000))
 
@@ -179,10 +181,10 @@ def test_a_merge_leaves_the_lower_node_its_identity() -> None:
 def test_nodes_that_a_lock_tells_apart_merge_when_it_is_undone() -> None:
     tree = Tree()
     upper = tree.insert(1, 2)
-    tree.tree.lock(upper)
+    tree.cache._lock(upper)
     lower = tree.insert(1, 2, 3, 4)
     assert lower.parent is upper
-    tree.tree.unlock(upper)
+    tree.cache.unlock(upper)
     assert list(tree.tree.nodes()) == [lower]
 
 
@@ -191,7 +193,7 @@ def test_nodes_that_a_branch_tells_apart_merge_when_it_is_gone() -> None:
     branch = tree.insert(1, 2, 3, 4)
     rest = tree.insert(1, 2, 5, 6)
     assert branch.parent is rest.parent
-    assert tree.tree.evict(1) == 1
+    assert tree.cache.evict(1) == 1
     assert list(tree.tree.nodes()) == [rest]
 
 
@@ -201,15 +203,15 @@ def test_nodes_that_an_age_tells_apart_merge_when_the_lower_has_its_childs() -> 
     lower, upper = tree.match(1, 2, 3, 4, 5, 6), tree.match(1, 2)
     assert lower is not None
     assert upper is not None
-    tree.tree.unlock(upper)
+    tree.cache.unlock(upper)
     assert lower.parent is upper  # which was used more lately
     offered = tree.allocator.alloc(4, 1)
     tokens = np.arange(1, 9, dtype=np.int32)
-    child = tree.tree.insert(tokens, LeaseOffer(1, 6, offered[None], lower), lower)
+    child = tree.cache._insert(tokens, LeaseOffer(1, 6, offered[None], lower), lower)
     assert lower.last_access < upper.last_access < child.last_access
-    tree.tree.unlock(lower)
+    tree.cache.unlock(lower)
     assert list(tree.tree.nodes()) == [upper, lower, child]
-    assert tree.tree.evict(1) == 1
+    assert tree.cache.evict(1) == 1
     assert list(tree.tree.nodes()) == [lower]
     check_shape(tree.tree)
 
@@ -220,10 +222,10 @@ def test_what_was_used_less_lately_is_not_merged_and_leaves_first() -> None:
     other = tree.insert(7, 8)
     upper = tree.match(1, 2)
     assert upper is not None
-    tree.tree.unlock(upper)
+    tree.cache.unlock(upper)
     check_shape(tree.tree)
-    assert tree.tree.evict(1) == 1
+    assert tree.cache.evict(1) == 1
     assert sorted(map(tokens_to, tree.tree.nodes())) == [(1, 2), (7, 8)]
-    assert tree.tree.evict(1) == 1
+    assert tree.cache.evict(1) == 1
     assert list(tree.tree.nodes()) == [upper]
     assert other.last_access < upper.last_access

@@ -11,6 +11,7 @@ from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import publish_prefix, release_kv_cache
+from sgl_jax.mem_cache.tree.cache_walk import audit_cache
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.tenants import MAX_TENANTS
@@ -373,7 +374,7 @@ def test_lines_are_used_again() -> None:
         if arrival % 3 == 2:
             for each in list(queue.waiting):
                 queue.waiting.remove(each)
-    queue.memories[0].cache.audit([])
+    audit_cache(queue.memories[0].cache, [])
 
 
 # -- passed over ------------------------------------------------------------------------------
