@@ -193,20 +193,20 @@ MUTATIONS = (
     Mutation(
         "forget what leaves when it leaves together",
         _GHOSTS,
-        "        place = (first_place + i) % len(ring)\n",
-        "        place = first_place\n",
+        "        place = (first_place + len(hashes) - 1 - i) % len(ring)\n",
+        "        place = first_place % len(ring)\n",
     ),
     Mutation(
         "recall only what left lately",
         _GHOSTS,
-        "- last_left) % 2**32 < self.num_ghosts",
-        "- last_left) % 2**32 < self.num_ghosts // 8",
+        "        if page.next != _UNUSED:\n",
+        "        ring[place // 8].first = _NONE\n        if page.next != _UNUSED:\n",
     ),
     Mutation(
         "note only the last pages that left together",
         _GHOSTS,
-        "        last_left[hashes[i] & np.uint64(len(last_left) - 1)] = num_left\n",
-        "        last_left[hashes[-1] & np.uint64(len(last_left) - 1)] = num_left\n",
+        "        bucket = ring[hashes[i] % size]\n",
+        "        bucket = ring[hashes[-1] % size]\n",
     ),
     Mutation(
         "leave what a release hands over counted as locked",

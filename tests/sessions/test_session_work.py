@@ -7,7 +7,7 @@ import pytest
 
 from sgl_jax.core.messages import SessionTurn
 from sgl_jax.core.scheduler_args import SchedulerArgs
-from sgl_jax.mem_cache.tree import tree_shape
+from sgl_jax.mem_cache.tree import radix_tree
 from sgl_jax.mem_cache.tree.radix_tree import RadixTree
 from sgl_jax.mem_cache.tree_node import TreeNode
 from sgl_jax.scheduler.events import PlanStep, ResultRead
@@ -24,14 +24,14 @@ class Work:
         self.num_compared = 0
         for name in ("parent", "children"):
             monkeypatch.setattr(TreeNode, name, self._counting(name))
-        compare = tree_shape.common_prefix_len  # type: ignore[attr-defined]
+        compare = radix_tree.common_prefix_len  # type: ignore[attr-defined]
 
         def counting_compare(a: object, b: object) -> int:
             length: int = compare(a, b)  # type: ignore[arg-type]
             self.num_compared += length
             return length
 
-        monkeypatch.setattr(tree_shape, "common_prefix_len", counting_compare)
+        monkeypatch.setattr(radix_tree, "common_prefix_len", counting_compare)
 
     def _counting(self, name: str) -> property:
         member = TreeNode.__dict__[name]

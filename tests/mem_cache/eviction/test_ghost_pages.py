@@ -59,17 +59,15 @@ def test_those_that_left_longest_ago_are_forgotten_first() -> None:
     for batch in batches:
         ghosts.remember(batch, num_uses=0, last_access=0, now=1)
     recalled = [num_recalled(ghosts, batch) for batch in batches]
-    assert recalled[:4] == [0, 0, 0, 0]
-    assert recalled[4] <= 10
-    assert min(recalled[5:]) >= 27
+    assert recalled == [0, 0, 0, 0, 10, 30, 30, 30]
 
 
-def test_more_than_it_can_hold_leaves_the_last_of_them() -> None:
+def test_more_than_it_can_hold_leaves_the_first_of_them() -> None:
     ghosts = GhostPages(10)
     hashes = hashes_of(0, 25)
     ghosts.remember(hashes, num_uses=0, last_access=0, now=1)
-    assert num_recalled(ghosts, hashes[:15]) == 0
-    assert num_recalled(ghosts, hashes[15:]) >= 8
+    assert num_recalled(ghosts, hashes) == num_recalled(ghosts, hashes[:10]) == 10
+    assert num_recalled(ghosts, hashes[10:]) == 0
 
 
 def test_a_page_that_leaves_again_is_remembered_as_it_left_last() -> None:
@@ -79,16 +77,6 @@ def test_a_page_that_leaves_again_is_remembered_as_it_left_last() -> None:
     pages = ghosts.recall(hashes_of(0, 5))
     assert pages is not None
     assert pages.num_uses.tolist() == [2] * 5
-
-
-def test_pages_are_recalled_though_the_first_that_left_with_them_is_forgotten() -> None:
-    ghosts = GhostPages(10)
-    hashes = hashes_of(0, 25)
-    ghosts.remember(hashes, num_uses=0, last_access=0, now=1)
-    pages = ghosts.recall(hashes)
-    assert pages is not None
-    assert not pages.is_ghost[:15].any()
-    assert pages.is_ghost[15:].sum() >= 8
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -103,24 +91,13 @@ def test_what_leaves_from_the_ends_of_edges_is_found_from_their_beginnings(seed:
         count = rng.integers(1, 21 - left[i])
         gone = edges[i][20 - left[i] - count : 20 - left[i]]
         ghosts.remember(gone, num_uses=0, last_access=0, now=1)
-        last_left += gone.tolist()
+        last_left += gone[::-1].tolist()
         left[i] += count
         if left[i] == 20:  # the edge returns
             remembered = np.isin(edges[i], np.array(last_left[-200:], np.uint64))
             pages = ghosts.recall(edges[i])
             is_ghost = np.zeros(20, bool) if pages is None else pages.is_ghost
-            assert not (is_ghost & ~remembered).any()
-            # One may hide another, but no edge hides altogether.
-            assert (remembered & ~is_ghost).sum() <= 5
-
-
-def test_the_count_of_pages_that_left_may_overflow() -> None:
-    ghosts = GhostPages(100)
-    ghosts._num_left = 2**32 - 15
-    for i in range(3):
-        ghosts.remember(hashes_of(1000 * i, 10), num_uses=0, last_access=0, now=1)
-        assert num_recalled(ghosts, hashes_of(0, 10)) == 10
-    assert num_recalled(ghosts, hashes_of(5000, 10)) == 0
+            assert (is_ghost == remembered).all()
 
 
 def test_nothing_is_recalled_after_a_clear() -> None:
