@@ -1,17 +1,18 @@
-"""Checks the memory of a rank: `check_balance` on every step, `audit` by a full walk.
+"""Checks the memory of a rank: `check_balance` on every step, `audit` by a full walk, and
+`audit_slices` by a walk in slices.
 
 The compared counts come from independent sources: the allocator's stack and owner array, the
 lengths of the rows, and the tree's counters. The ledger changes nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from sgl_jax.core.compiled import compiled
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.errors import LedgerError
-from sgl_jax.mem_cache.ledger_walk import Finding, find_defects
+from sgl_jax.mem_cache.ledger_walk import Finding, find_defects, findings_of, walk
 from sgl_jax.mem_cache.rank_memory import RankMemory
 
 _FINDINGS_SHOWN = 6
@@ -31,7 +32,7 @@ def check_balance(memory: RankMemory, num_running: int | None = None) -> None:
     """
     imbalance = find_imbalance(memory, num_running)
     if imbalance is not None:
-        raise defect_error(memory, [Finding(imbalance), *find_suspects(memory)])
+        raise _defect_error(memory, [Finding(imbalance), *find_defects(memory)])
 
 
 def find_imbalance(memory: RankMemory, num_running: int | None = None) -> str | None:
@@ -43,9 +44,26 @@ def audit(memory: RankMemory, num_running: int | None = None) -> None:
     """Verify by a full walk, O(pages + nodes), that every page has one owner and every lock a live
     lease. Raise `LedgerError` with the rank, the pages, their owners and last moves if not."""
     check_balance(memory, num_running)
-    findings = find_suspects(memory)
+    findings = find_defects(memory)
     if findings:
-        raise defect_error(memory, findings)
+        raise _defect_error(memory, findings)
+
+
+def audit_slices(memory: RankMemory, num_running: Callable[[], int]) -> Iterator[None]:
+    """Walk the memory of a rank, and pause after each slice. The memory may change in between.
+
+    `num_running` returns the number of requests with a lease. A slice that finds a defect raises
+    `LedgerError` with the findings of a full walk. The walk ends early if the memory is rebuilt.
+    """
+    cache = memory.cache
+    check_balance(memory, num_running())
+    for findings in walk(memory):
+        found = findings_of(findings)
+        if found:
+            raise _defect_error(memory, [*found, *find_defects(memory)])
+        yield
+        if memory.cache is not cache:
+            return
 
 
 def _imbalance(memory: RankMemory) -> str | None:
@@ -133,17 +151,7 @@ def _ownerless(memory: RankMemory, num_running: int | None) -> str | None:
     )
 
 
-def find_suspects(memory: RankMemory) -> list[Finding]:
-    """Return the findings of a walk, or the error that inconsistent records raised in it."""
-    findings: list[Finding] = []
-    try:
-        findings.extend(find_defects(memory))
-    except Exception as error:
-        findings.append(Finding(f"the walk itself failed: {type(error).__name__}: {error}"))
-    return findings
-
-
-def defect_error(memory: RankMemory, findings: Sequence[Finding]) -> LedgerError:
+def _defect_error(memory: RankMemory, findings: Sequence[Finding]) -> LedgerError:
     """Create the error that describes `findings`, at least one."""
     shown = []
     for what, pages, pool in findings[:_FINDINGS_SHOWN]:

@@ -1,10 +1,25 @@
-"""The full walk of a rank's memory records: all defects, page by page. It changes nothing.
+"""The walk over a rank's memory records: all defects, page by page. It changes nothing.
 
 It must work on inconsistent records, since it also names the suspects when counts disagree. So it
 continues after the first finding.
+
+For an engine that is never idle, the walk pauses between slices. A slice compares records between
+two steps, so it is exact although steps run between slices. Each is bounded in entries and takes a
+few milliseconds at most:
+
+- once: the holders of rows and leases, the pages locked by leases, and, for each pool, the free
+  list and the pages of rows (vectorized);
+- some rows at a time: their columns;
+- some leases at a time: their prefix, compared with the path that they have locked;
+- some nodes at a time: `CacheWalk`.
+
+Only `find_defects` checks the cursors of waiting requests, and the sums and order of the eviction
+sets.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -22,10 +37,13 @@ from sgl_jax.mem_cache.pages.page_allocator import (
 )
 from sgl_jax.mem_cache.pages.req_to_token_pool import NO_STATE
 from sgl_jax.mem_cache.rank_memory import RankMemory
-from sgl_jax.mem_cache.tree.cache_walk import audit_cache
+from sgl_jax.mem_cache.tree.cache_walk import CacheWalk, audit_cache
 from sgl_jax.mem_cache.tree.tree_component import FirstPages
 from sgl_jax.mem_cache.tree_node import TreeNode
 
+# Entries per slice.
+_LEASES = 16
+_ROW_CELLS = 1 << 17
 _NO_PAGES = np.zeros(0, np.int32)
 
 
@@ -44,20 +62,48 @@ def walk_failure(error: Exception) -> Finding:
     return Finding(f"the walk itself failed: {type(error).__name__}: {error}")
 
 
-def find_defects(memory: RankMemory) -> Iterator[Finding]:
-    """Find all defects in the rows, the leases, the cache and the owners of pages."""
-    yield from check_holders(memory)
-    yield from check_rows(memory, 0, memory.rows.num_rows)
+def find_defects(memory: RankMemory) -> list[Finding]:
+    """Return all defects in the rows, the leases, the cache and the owners of pages."""
+    slices = chain([_raised(lambda: audit_cache(memory.cache, locks_of(memory)))], walk(memory))
+    found = chain.from_iterable(findings_of(each) for each in slices)
+    return list({finding.what: finding for finding in found}.values())
+
+
+def findings_of(findings: Iterable[Finding]) -> list[Finding]:
+    """Return the findings of a slice, or the error that ended it."""
     try:
-        audit_cache(memory.cache, locks_of(memory))
-    except LedgerError as error:
-        yield walk_failure(error)
+        return list(findings)
+    except Exception as error:
+        return [walk_failure(error)]
+
+
+def walk(memory: RankMemory) -> Iterator[Iterable[Finding]]:
+    """Yield the slices of a walk. Each is computed when its findings are taken."""
+    yield check_holders(memory)
+    num_rows = memory.rows.num_rows
+    rows_at_once = max(_ROW_CELLS // memory.rows.pages[0].size, 1)
+    for first in range(0, num_rows, rows_at_once):
+        yield check_rows(memory, first, min(first + rows_at_once, num_rows))
     leases = live_leases(memory)
-    for lease in leases:
-        yield from check_prefix(memory, lease)
-    yield from check_locked_pages(memory, leases)
+    for first in range(0, len(leases), _LEASES):
+        some = leases[first : first + _LEASES]
+        yield chain.from_iterable(
+            check_prefix(memory, lease) for lease in some if not lease.released
+        )
+    yield check_locked_pages(memory)
+    cache_walk = CacheWalk(memory.cache)
     for pool in range(len(memory.allocators)):
-        yield from check_owners(memory, leases, pool, memory.cache.held_pages(pool))
+        yield check_owners(memory, pool)
+    while cache_walk.has_nodes:
+        yield _raised(lambda: cache_walk.check_some(locks_of(memory)))
+    for pool in range(len(memory.allocators)):
+        yield _raised(partial(cache_walk.check_rest, pool))
+
+
+def _raised(check: Callable[[], None]) -> Iterator[Finding]:
+    """Run a check that raises its finding."""
+    check()
+    yield from ()
 
 
 def live_leases(memory: RankMemory) -> list[KVLease]:
@@ -176,8 +222,9 @@ def check_prefix(memory: RankMemory, lease: KVLease) -> Iterator[Finding]:
             yield Finding(what, listed[listed != held], group.pool)
 
 
-def check_locked_pages(memory: RankMemory, leases: list[KVLease]) -> Iterator[Finding]:
+def check_locked_pages(memory: RankMemory) -> Iterator[Finding]:
     """Recompute the lock counts that leases update when they lock, change their holder, and end."""
+    leases = live_leases(memory)
     idle_rows = {lease.row for _, lease in memory.sessions.idle()}
     for pool, allocator in enumerate(memory.allocators):
         expected = LockedPages(allocator.num_pages)
@@ -201,23 +248,20 @@ def check_locked_pages(memory: RankMemory, leases: list[KVLease]) -> Iterator[Fi
             )
 
 
-def check_owners(
-    memory: RankMemory, leases: list[KVLease], pool: int, tree_pages: Int32Array | None = None
-) -> Iterator[Finding]:
+def check_owners(memory: RankMemory, pool: int) -> Iterator[Finding]:
     """Check that each claimed page belongs to its only claimant, and that all other pages are free.
-    The tree claims `tree_pages`; by default, all pages recorded as the tree's."""
+    The tree claims all pages recorded as the tree's."""
     allocator = memory.allocators[pool]
     owners = allocator.owners()
     expected = np.full(allocator.num_pages, FREE, np.int32)
     num_claims = np.zeros(allocator.num_pages, np.int32)
-    claims = [(RESERVED, np.array([NULL_PAGE], np.int32))]
-    if tree_pages is None:
-        expected[owners == TREE] = TREE
-    else:
-        claims.append((TREE, tree_pages))
+    claims = [
+        (RESERVED, np.array([NULL_PAGE], np.int32)),
+        (TREE, np.flatnonzero(owners == TREE).astype(np.int32)),
+    ]
     claims += [
         (lease.row, memory.by_pool(lease.pages(memory.page_size, lease.cache_protected_len))[pool])
-        for lease in leases
+        for lease in live_leases(memory)
     ]
     for owner, claimed in claims:
         exists = (claimed >= 0) & (claimed < allocator.num_pages)

@@ -14,8 +14,7 @@ from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import Int32Array, RowAdmission, RowIndex
 from sgl_jax.mem_cache.lease import KVLease
-from sgl_jax.mem_cache.ledger import audit, check_balance
-from sgl_jax.mem_cache.ledger_slices import audit_slices
+from sgl_jax.mem_cache.ledger import audit, audit_slices, check_balance
 from sgl_jax.mem_cache.pages.req_to_token_pool import RowTables
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import (

@@ -71,7 +71,8 @@ def test_a_part_that_cannot_be_read_says_why_and_the_rest_is_there() -> None:
     memory: RankMemory = busy_memory()
     memory.cache.nodes()[0].values[0] = None
     dump = dump_rank(memory)
-    assert dump["findings"].startswith("cannot be read: TypeError")
+    assert "the walk itself failed: TypeError" in dump["findings"][0]["what"]
+    assert dump["tree"].startswith("cannot be read: ")
     assert dump["view"]["dp_rank"] == 7
     assert len(dump["rows"]) == 2
 

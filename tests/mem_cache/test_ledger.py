@@ -154,16 +154,16 @@ def call_locked_pages_evictable(memory: RankMemory) -> None:
 
 def forget_a_leaf_that_may_go(memory: RankMemory) -> None:
     leaf = next(node for node in tree_nodes(memory) if node is not locked_node(memory))
-    memory.cache._policy.discard(leaf)
+    memory.cache.tree.policy.discard(leaf)
 
 
 def offer_a_locked_leaf(memory: RankMemory) -> None:
-    memory.cache._policy.add(locked_node(memory))
+    memory.cache.tree.policy.add(locked_node(memory))
 
 
 def offer_the_root(memory: RankMemory) -> None:
     assert isinstance(memory.cache, RadixCache)
-    memory.cache._policy.add(memory.cache.tree.root)
+    memory.cache.tree.policy.add(memory.cache.tree.root)
 
 
 def keep_a_page_of_the_tree_in_the_row(memory: RankMemory) -> None:

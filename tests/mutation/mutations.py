@@ -3610,7 +3610,7 @@ MUTATIONS = (
     ),
     Mutation(
         "walk: look at no row",
-        "sgl_jax/mem_cache/ledger_slices.py",
+        _WALK,
         "        yield check_rows(memory, first, min(first + rows_at_once, num_rows))\n",
         "        yield ()\n",
     ),

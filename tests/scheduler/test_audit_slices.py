@@ -141,7 +141,7 @@ def lose_pages(rank: RankScheduler) -> None:
     leaf = resting_leaf(rank.memory)
     assert leaf.parent is not None
     del leaf.parent.children[leaf.child_key]
-    rank.memory.cache._policy.discard(leaf)
+    rank.memory.cache.tree.policy.discard(leaf)
 
 
 def list_a_page_too_many(rank: RankScheduler) -> None:

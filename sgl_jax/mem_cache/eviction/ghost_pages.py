@@ -148,6 +148,7 @@ class GhostPages:
 
     def __init__(self, num_ghosts: int) -> None:
         self._ring = np.zeros(num_ghosts, _GHOST)
+        self._next = 0
         self.clear()
 
     def remember(self, hashes: UInt64Array, num_uses: int, last_access: int, now: int) -> None:
@@ -165,5 +166,4 @@ class GhostPages:
         return RecalledPages(is_ghost, found["num_uses"], found["last_access"], found["left_at"])
 
     def clear(self) -> None:
-        self._next = 0
         self._ring["next"], self._ring["first"] = _UNUSED, _NONE

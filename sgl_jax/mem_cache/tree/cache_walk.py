@@ -91,11 +91,11 @@ class CacheWalk:
         nodes = self._visited[first:]
         ends = [LockedEnd(*lock) for lock in locks]
         for component in self._cache.tree.components:
-            component.audit_nodes(nodes, ends)
-        _audit_shape(self._cache.tree, nodes)
-        for component in self._cache.tree.components:
             if 0 <= component.pool < len(self._allocators):
                 self._check_pages(component, nodes, first)
+        for component in self._cache.tree.components:
+            component.audit_nodes(nodes, ends)
+        _audit_shape(self._cache.tree, nodes)
 
     def check_rest(self, pool: int) -> None:
         """Raise `LedgerError` if the tree owns a page that no node has; call it after all nodes."""
