@@ -70,7 +70,6 @@ def _leases(memory: RankMemory) -> list[dict[str, Any]]:
 
 
 def _sessions(memory: RankMemory) -> list[dict[str, Any]]:
-    """List the sessions that hold a row: idle sessions first, least recently used first."""
     sessions = memory.sessions
     idle = [(session_id, lease.row, True) for session_id, lease in sessions.idle()]
     checked_out = [(session_id, row, False) for session_id, row in sessions.checked_out()]

@@ -47,17 +47,14 @@ class KVLease:
 
     @property
     def kv_committed_len(self) -> int:
-        """Return the number of tokens with KV written by a launched step."""
         return int(self._rows.kv_committed_len[self.row])
 
     @property
     def kv_allocated_len(self) -> int:
-        """Return the number of tokens with reserved slots."""
         return int(self._rows.kv_allocated_len[self.row])
 
     @property
     def cache_protected_len(self) -> int:
-        """Return the number of tokens on pages that the tree owns and this lease has locked."""
         return int(self._rows.cache_protected_len[self.row])
 
     @property

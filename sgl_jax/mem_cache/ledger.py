@@ -141,7 +141,6 @@ def _num_own_snapshots(pages: Int32Array, protected_len: Int32Array, page_size: 
 
 
 def _ownerless(memory: RankMemory, num_running: int | None) -> str | None:
-    """Describe a wrong number of leases; return None if it is right."""
     num_idle = memory.sessions.num_idle
     if num_running is None or len(memory.leases) == num_running + num_idle:
         return None
@@ -152,7 +151,6 @@ def _ownerless(memory: RankMemory, num_running: int | None) -> str | None:
 
 
 def _defect_error(memory: RankMemory, findings: Sequence[Finding]) -> LedgerError:
-    """Create the error that describes `findings`, at least one."""
     shown = []
     for what, pages, pool in findings[:_FINDINGS_SHOWN]:
         allocator = memory.allocators[pool]

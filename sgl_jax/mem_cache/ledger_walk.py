@@ -111,7 +111,6 @@ def live_leases(memory: RankMemory) -> list[KVLease]:
 
 
 def locks_of(memory: RankMemory) -> list[tuple[TreeNode, FirstPages]]:
-    """Return the lock of each live lease, with its first pages."""
     leases = live_leases(memory)
     return [(lease.node, lease.first_pages) for lease in leases if lease.node is not None]
 
@@ -132,7 +131,6 @@ def check_holders(memory: RankMemory) -> Iterator[Finding]:
 
 
 def check_rows(memory: RankMemory, first: int, end: int) -> Iterator[Finding]:
-    """Check that the columns of rows [first, end) agree with each other."""
     rows, page_size = memory.rows, memory.page_size
     for row in np.setdiff1d(np.arange(first, end), memory.row_pool.held_rows()).tolist():
         if rows.lengths[:, row].any() or rows.pages[row].any():
@@ -165,7 +163,6 @@ def check_rows(memory: RankMemory, first: int, end: int) -> Iterator[Finding]:
 
 
 def _check_states(memory: RankMemory, first: int, end: int) -> Iterator[Finding]:
-    """Check that each row's states follow tokens of launched steps."""
     rows = memory.rows
     is_ahead = (rows.state_lens > rows.kv_committed_len)[:, first:end].any(axis=0)
     for row in (first + np.flatnonzero(is_ahead)).tolist():

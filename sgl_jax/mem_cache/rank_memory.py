@@ -148,7 +148,6 @@ class RankMemory:
 
     @property
     def num_available_pages(self) -> int:
-        """Return the first pool's free pages plus the pages that eviction can free."""
         return self.allocator.num_free + self.cache.num_evictable[0]
 
     @property
@@ -258,7 +257,6 @@ class RankMemory:
         return 0
 
     def lock(self, pages: Int32Array) -> None:
-        """Lock `pages` int32[groups, n] of the tree for a running request."""
         for locked, listed in zip(self.locked, self.by_pool(pages), strict=True):
             locked.lock(listed)
 
@@ -309,7 +307,6 @@ class RankMemory:
         return (held + self.num_available_pages // self._num_tables[0]) * self.page_size
 
     def grow_rows(self, rows: RowIndex, allocated_lens: Int32Array) -> bool:
-        """Grow rows of this rank; return whether memory was sufficient."""
         rows, lens = np.asarray(rows, np.intp), np.asarray(allocated_lens, np.int32)
         return grow_rows(self.rows, [self], rows, lens, [0, len(rows)])[0]
 

@@ -335,7 +335,6 @@ def free_tail(memory: RankMemory, lease: KVLease, length: int) -> list[int]:
 
 
 def _cut(memory: RankMemory, lease: KVLease, length: int) -> list[int]:
-    """Free whole pages past `length`, from which the lease can resume."""
     page_size, row = memory.page_size, lease.row
     num_snapshots = drop_snapshots_past(memory, lease, length)
     first = -(-length // page_size)

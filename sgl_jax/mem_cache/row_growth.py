@@ -137,7 +137,6 @@ def _reserve(
     fits: BoolArray,
     allocated_len: Int32Array,
 ) -> None:
-    """Set the allocated lengths to at least `lens` for ranks in `fits`."""
     assert len(rows) == len(lens) == bounds[len(bounds) - 1]
     assert len(fits) == len(bounds) - 1
     for rank in range(len(fits)):

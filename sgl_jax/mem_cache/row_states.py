@@ -147,7 +147,6 @@ def drop_snapshots_past(memory: RankMemory, lease: KVLease, length: int) -> int:
 
 
 def forget_states_past(memory: RankMemory, lease: KVLease, length: int) -> None:
-    """Drop the states past the first `length` tokens."""
     rows, row = memory.rows, lease.row
     state_lens, latest = rows.state_lens[:, row], int(rows.state_half[row])
     if state_lens[latest] > length:
@@ -222,7 +221,6 @@ def _pool(memory: RankMemory) -> int:
 
 
 def _listed(memory: RankMemory, row: int) -> Int32Array:
-    """Return the snapshots that `row` lists, by page."""
     listed: Int32Array = memory.rows.pages[row, _group(memory)]
     return listed
 

@@ -28,11 +28,9 @@ class SessionLeases:
         return len(self._idle)
 
     def idle(self) -> Iterator[tuple[str, KVLease]]:
-        """Iterate over idle sessions and their leases, least recently used first."""
         return iter(self._idle.items())
 
     def checked_out(self) -> Iterator[tuple[str, int]]:
-        """Iterate over the sessions with a running turn, and the row of its lease."""
         return ((session_id, row) for row, session_id in self._session_of.items())
 
     def idle_lease(self, session_id: str) -> KVLease | None:
@@ -40,14 +38,12 @@ class SessionLeases:
         return self._idle.get(session_id)
 
     def checked_out_row(self, session_id: str) -> int | None:
-        """Return the row of the session's running turn; None if no turn runs here."""
         return self._row_of.get(session_id)
 
     def oldest_idle(self) -> str | None:
         return next(iter(self._idle), None)
 
     def holds(self, session_id: str) -> bool:
-        """Return whether the session's lease is on this rank, idle or checked out."""
         return session_id in self._idle or session_id in self._row_of
 
     def has_checked_out(self, lease: KVLease) -> bool:

@@ -101,7 +101,6 @@ class FrameBuilder:
         return self._with_runs(before)
 
     def key_frame(self) -> dict[str, Any]:
-        """Return the last frame, with the code of every page."""
         return self._with_runs([])
 
     def sample(self) -> dict[str, Any]:
@@ -113,7 +112,6 @@ class FrameBuilder:
         return {**{name: frame[name] for name in names}, "ranks": ranks, "marks": marks}
 
     def tree(self, snapshot: Snapshot) -> dict[str, Any]:
-        """Return the prefix trees of a snapshot that includes them."""
         return {
             "step": snapshot["counters"]["steps_planned"],
             "ranks": [

@@ -145,7 +145,6 @@ class MemoryReader:
         }
 
     def _waiting(self) -> tuple[list[dict[str, Any]], int]:
-        """Return the first waiting requests, with reasons, and the number left out."""
         listed = [
             {
                 "rid": request.rid,
@@ -183,7 +182,6 @@ class MemoryReader:
 
 
 def _codes(allocator: PageAllocator, num_locks: Int32Array) -> bytes:
-    """Return the owner of each page, int32[num_pages], or `LOCKED` for locked tree pages."""
     codes = allocator.owners()
     codes[(codes == TREE) & (num_locks > 0)] = LOCKED
     return codes.tobytes()
@@ -292,7 +290,6 @@ def _session(session: Session, memory: RankMemory | None, row: int | None) -> di
 
 
 def _tree(memory: RankMemory, most: int, has_tokens: bool) -> dict[str, Any]:
-    """Return the nodes of a rank's tree in breadth-first order, at most `most`."""
     tree = memory.cache.tree
     nodes = list(islice(_breadth_first(tree.root), most))
     listed = [_node(memory, node, has_tokens) for node in nodes]
@@ -350,7 +347,6 @@ def _node(memory: RankMemory, node: TreeNode, has_tokens: bool) -> dict[str, Any
 
 
 def _runs(is_set: BoolArray) -> list[list[int]]:
-    """Return the first place and the length of each run of set places."""
     borders = (np.flatnonzero(is_set[1:] != is_set[:-1]) + 1).tolist()
     if is_set[0]:
         borders.insert(0, 0)

@@ -106,7 +106,6 @@ class SessionService(Generic[T]):
             self.store.note_use(request.session)
 
     def built_on(self, message: StopRequest | AbortRequest) -> list[T]:
-        """Return the turns in flight that continue tokens which `message` removes."""
         session = None if message.session is None else self.store.find(message.session.id)
         return [] if session is None else [self._requests[r] for r in session.built_on(message)]
 
@@ -172,7 +171,6 @@ class SessionService(Generic[T]):
             home.sessions.touch(session.session_id)
 
     def tick(self, now_s: float) -> None:
-        """Close sessions idle for longer than their time-out."""
         for session_id in self.store.tick(now_s):
             self._close(session_id)
 
@@ -189,7 +187,6 @@ class SessionService(Generic[T]):
             release_idle_lease(home, session_id)
 
     def _displace(self, session_ids: Sequence[str]) -> None:
-        """Close idle sessions to make room for another tenant."""
         for session_id in session_ids:
             self._close(session_id)
         self.num_displaced += len(session_ids)
@@ -203,7 +200,6 @@ class SessionService(Generic[T]):
         return sum(not self.store.restore(restore_session(each)) for each in saved)
 
     def release_all(self) -> None:
-        """Free the memory of all idle sessions; they keep their tokens."""
         for memory in self._memories:
             while (session_id := memory.sessions.oldest_idle()) is not None:
                 release_idle_lease(memory, session_id)
@@ -222,7 +218,6 @@ class SessionService(Generic[T]):
         return Forked(message.new_session_id, session.num_tokens)
 
     def list_all(self, message: ListSessions) -> SessionList:
-        """Return all sessions of all callers."""
         return SessionList([self._describe(*entry) for entry in self.store.all()])
 
     def roll_back(self, message: RollbackSession) -> RolledBack:
@@ -255,7 +250,6 @@ class SessionService(Generic[T]):
         return None if rid is None else self._requests[rid]
 
     def _home(self, session_id: str) -> RankMemory | None:
-        """Return the memory of the rank that holds the session's lease."""
         return next((home for home in self._memories if home.sessions.holds(session_id)), None)
 
 

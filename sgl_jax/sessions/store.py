@@ -110,7 +110,6 @@ class SessionStore:
         return True
 
     def find(self, session_id: str) -> Session | None:
-        """Return the session with this id, or None; it may be closing."""
         return self._sessions.get(session_id)
 
     def get(self, session_id: str) -> Session:
@@ -186,7 +185,6 @@ class SessionStore:
             self._forget(session.session_id)
 
     def recount(self, session: Session) -> None:
-        """Update the count of kept tokens after a change of a session's history."""
         change = session.num_kept - self._num_kept_of.get(session.session_id, 0)
         self._kept.add(session.holder, change)
         self._num_kept_of[session.session_id] = session.num_kept
@@ -233,7 +231,6 @@ class SessionStore:
         return reversed(self._sessions.values())
 
     def idle_s(self, session: Session) -> float:
-        """Return the seconds since the last use of an open session; 0 while a turn runs."""
         session_id = session.session_id
         if session.num_running > 0 or session_id in self._used_since_tick:
             return 0.0
@@ -266,7 +263,6 @@ class SessionStore:
             heapq.heapify(self._checks)
 
     def _is_open(self, check: _Check) -> bool:
-        """Return True if this session is still open, and not a later session with the same id."""
         return self._timed.get(check.session_id) == check.serial
 
     def _require_free(self, session_id: str) -> None:

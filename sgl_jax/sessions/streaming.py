@@ -71,7 +71,6 @@ class StreamingSession:
 
     @property
     def num_tokens(self) -> int:
-        """Return the length of the history."""
         return len(self.tokens)
 
     @property
@@ -84,12 +83,10 @@ class StreamingSession:
 
     @property
     def num_turns(self) -> int:
-        """Return the number of successful turns."""
         return len(self.turns)
 
     @property
     def num_running(self) -> int:
-        """Return the number of turns in flight, 0 or 1."""
         return int(self.running is not None)
 
     def compose(self, message: GenerateRequest) -> Int32Array:
@@ -114,7 +111,6 @@ class StreamingSession:
         self._is_whole, self._is_held = turn_of(message).is_whole, True
 
     def replaced_by_held(self, rid: str) -> list[str]:
-        """Return no turns: a streaming session takes no turn while one runs."""
         return []
 
     def require_entry(self, rid: str) -> None:
@@ -176,7 +172,6 @@ class StreamingSession:
         return fitting
 
     def roll_back(self, num_turns: int) -> None:
-        """Drop all but the first `num_turns` turns."""
         if not 0 <= num_turns <= len(self.turns):
             raise InvalidRequestError(
                 f"session {self.session_id!r} has {len(self.turns)} turns, it cannot go back to "

@@ -64,7 +64,6 @@ class _Node:
 
     @property
     def known_output(self) -> Int32Array:
-        """Return the output, or the part read so far."""
         return self.so_far if self.output is None else self.output
 
     def tokens(self, length: int) -> Int32Array:
@@ -108,7 +107,6 @@ class RegularSession:
         self._longest: int | None = 0  # cached `num_tokens`; None: invalid
 
     def outline(self, most: int) -> list[TurnOutline]:
-        """Return the last `most` finished turns, oldest first."""
         from_last = (n for n in reversed(self._nodes.values()) if n.output is not None)
         finished = list(islice(from_last, most))[::-1]
         index_of = {id(node): index for index, node in enumerate(finished)}
@@ -118,7 +116,6 @@ class RegularSession:
         ]
 
     def save(self) -> list[SavedNode]:
-        """Return the finished turns, parents first."""
         finished = [node for node in self._nodes.values() if node.output is not None]
         index_of = {id(node): index for index, node in enumerate(finished)}
         return [
@@ -134,7 +131,6 @@ class RegularSession:
         ]
 
     def restore(self, saved: list[SavedNode]) -> None:
-        """Add the turns of a saved session to this empty session."""
         nodes: list[_Node] = []
         for each in saved:
             parent = None if each.parent < 0 else nodes[each.parent]
@@ -156,12 +152,10 @@ class RegularSession:
 
     @property
     def num_turns(self) -> int:
-        """Return the number of finished turns."""
         return len(self._nodes) - len(self._in_flight)
 
     @property
     def num_running(self) -> int:
-        """Return the number of turns in flight, including held turns."""
         return len(self._in_flight) + len(self._held)
 
     def compose(self, message: GenerateRequest) -> Int32Array:
@@ -195,7 +189,6 @@ class RegularSession:
         return self._replaced(node.parent, node.serial) if node.replaces else []
 
     def note_so_far(self, rid: str, tokens: Int32Array) -> None:
-        """Record the output so far of a turn in flight, before it is replaced."""
         node = self._in_flight.get(rid)
         if node is not None:  # else it is held, without output
             node.so_far = tokens[node.prompt_len :].copy()
@@ -234,7 +227,6 @@ class RegularSession:
         self._require_place(node.name, len(node.added), self._dropped_by(node), [])
 
     def num_added(self, rid: str) -> int:
-        """Return the number of tokens that a held turn adds to the tree."""
         return len(self._held[rid].added)
 
     def enter(self, rid: str) -> None:
@@ -355,7 +347,6 @@ class RegularSession:
         return below
 
     def _dropped_by(self, node: _Node) -> dict[str, _Node]:
-        """Return the turns that a held turn drops when it enters."""
         return self._below(node.parent, node.serial) if node.replaces else {}
 
     def _replaced(self, parent: _Node | None, before: int) -> list[str]:
@@ -378,7 +369,6 @@ class RegularSession:
         ]
 
     def _drop(self, dropped: dict[str, _Node]) -> None:
-        """Remove turns and all their descendants; none of them runs."""
         if dropped:
             self._longest = None
         for name, node in dropped.items():
@@ -388,7 +378,6 @@ class RegularSession:
                 node.parent.children.pop(name, None)
 
     def _remove(self, node: _Node) -> None:
-        """Remove a turn without descendants."""
         self._longest = None
         del self._nodes[node.name]
         self.num_kept -= node.num_kept

@@ -136,7 +136,6 @@ class AdaptivePolicy(EvictionPolicy):
                 self.add(self._kept_by_hash[page_hash][0])
 
     def rate(self, num_uses: int, last_access: int, now: int) -> float:
-        """Return the reused share of pages with `num_uses`, divided by age ** 1.25."""
         reused, left = self._num_reused[num_uses], self._num_left[num_uses]
         age = now - last_access + 1
         # age ** 1.25 by square roots only: their results are the same on every host.
@@ -191,11 +190,9 @@ class AdaptivePolicy(EvictionPolicy):
             self._path_end = None
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
-        """Copy the number of uses from `lower` to `upper`."""
         upper.num_uses = lower.num_uses
 
     def drop(self, leaf: TreeNode, keep_tokens: int, now: int) -> None:
-        """Count and remember the pages that leave."""
         if keep_tokens and self._is_kept(leaf):
             self.add(leaf)  # the leading shadow may not hold the new end
         keep = keep_tokens // self._page_size
@@ -233,7 +230,6 @@ def _last_hash(node: TreeNode) -> int:
 
 
 def _runs(num_uses: Int64Array, page_size: int) -> list[UseRun]:
-    """Return runs of equal values, given one value per page, with lengths in tokens."""
     ends = np.append(np.flatnonzero(np.diff(num_uses)) + 1, len(num_uses))
     lengths = np.diff(ends, prepend=0) * page_size
     return list(map(UseRun, lengths.tolist(), num_uses[ends - 1].tolist()))

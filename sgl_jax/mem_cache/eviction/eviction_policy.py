@@ -85,6 +85,5 @@ class EvictionPolicy:
             queue.clear()
 
     def audit(self) -> None:
-        """Raise `LedgerError` if a member is not listed at its present age."""
         for queue in self._queues:
             queue.audit()

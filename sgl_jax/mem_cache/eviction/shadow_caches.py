@@ -82,7 +82,6 @@ class ShadowCaches:
 
     @property
     def is_due(self) -> bool:
-        """Return whether enough pages are unread to read them now."""
         return self._num_unread > self._most_unread
 
     def use(self, hashes: UInt64Array, now: int) -> None:

@@ -64,7 +64,6 @@ def _find(page_hash: int, pages: Records, state: Record) -> np.int64:
 
 @_compiled("(int64, int64, page[::1], state[::1])")
 def num_uses_of(page_hash: int, shadow: int, pages: Records, states: Records) -> int:
-    """Return the class of the page in the shadow; `NONE` if it is absent."""
     page = _find(page_hash, pages, states[0])
     return NONE if page == NONE else int(pages[page].num_uses[shadow])
 
@@ -106,7 +105,6 @@ def _is_ghost(page: int, pages: Records, state: Record) -> bool:
 
 @_compiled("(int64, page[::1], state)")
 def _free(page: int, pages: Records, state: Record) -> None:
-    """Free the page if no shadow holds it and it is not a ghost."""
     for shadow in range(3):
         if pages[page].num_uses[shadow] >= 0:
             return
@@ -155,7 +153,6 @@ def _append(page: int, shadow: int, num_uses: int, pages: Records, state: Record
 
 @_compiled("(int64, int64, page[::1], state)")
 def _victim(shadow: int, now: int, pages: Records, state: Record) -> int:
-    """Return the page to evict next from the shadow; `NONE` if all were used now."""
     victim, lowest = NONE, 0.0
     for num_uses in range(NUM_CLASSES if shadow == ADAPTIVE else MAX_USES + 1):
         page = state.queues[shadow, num_uses, 0]

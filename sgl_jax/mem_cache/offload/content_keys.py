@@ -47,7 +47,6 @@ class ContentKeys:
 
 
 def _hash_pages(page_bytes: int, chained: bytes, pages: bytes) -> bytes:
-    """Return the chained hashes of `pages`, which follow a prefix with hash `chained`."""
     hashes = []
     for first in range(0, len(pages), page_bytes):
         page = pages[first : first + page_bytes]

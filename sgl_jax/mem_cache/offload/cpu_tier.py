@@ -146,7 +146,6 @@ class CpuTier:
                 self._begin_copy(*offer)
 
     def _is_leaving(self, tokens: Int32Array, namespace: str) -> bool:
-        """Return whether a copy in flight includes pages of this prefix."""
         page_size = self._memory.page_size
         return any(
             copy.namespace == namespace
@@ -192,7 +191,6 @@ class CpuTier:
         return None
 
     def num_here(self, tokens: Int32Array, namespace: str) -> int:
-        """Return the number of tokens of the longest prefix in CPU memory."""
         return self.blocks.cache.peek(tokens, namespace)
 
     def begin_fetch(self, tokens: Int32Array, namespace: str) -> Fetch | None:
@@ -298,7 +296,6 @@ class CpuTier:
 
     @property
     def waiting_fetches(self) -> Sequence[PageTransfer]:
-        """Return the fetches that the next `take` begins."""
         return self._fetches_now
 
     @property
@@ -311,7 +308,6 @@ class CpuTier:
 
     @property
     def is_moving_out(self) -> bool:
-        """Return whether prefixes wait to be copied, or are in transit to a lower tier."""
         return bool(self._offers or self._moves or self.is_storing)
 
     @property

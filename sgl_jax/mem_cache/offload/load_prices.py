@@ -34,7 +34,6 @@ class TokenTime:
         return self._seconds / self._num_tokens if self._num_tokens else 0.0
 
     def start(self, tokens_per_s: float) -> None:
-        """Set a rate measured in advance."""
         self._seconds, self._num_tokens = _START_TOKENS / tokens_per_s, _START_TOKENS
 
     def add(self, seconds: float, num_tokens: float) -> None:
@@ -68,7 +67,6 @@ class LoadPrices:
 
     @property
     def tokens_per_fetched(self) -> float:
-        """Return how many prompt tokens are computed while one is fetched."""
         return load_s(1, self.fetch.seconds) * self.prefill_rate
 
 

@@ -124,7 +124,6 @@ class RemoteTier:
         self._restored: deque[SavedPrefix] = deque()
 
     def inherit(self, before: "RemoteTier") -> None:
-        """Copy the counts and the state of the store from the tier before a reset."""
         self.num_put_blocks = before.num_put_blocks
         self.num_loaded_tokens = before.num_loaded_tokens
         self.is_suspended = before.is_suspended
@@ -149,7 +148,6 @@ class RemoteTier:
 
     @property
     def is_restoring(self) -> bool:
-        """Return whether saved prefixes remain to be loaded."""
         moving = (*self._searches.values(), *self._loads.values())
         may_come = self._restored and not self.is_suspended
         return bool(may_come or any(each.waiter is None for each in moving))
@@ -166,7 +164,6 @@ class RemoteTier:
     # -- out --------------------------------------------------------------------------------
 
     def can_put(self, num_blocks: int) -> bool:
-        """Return whether `num_blocks` more blocks may be written now."""
         if self.is_suspended:
             return False
         num_moving = sum(put.num_blocks for put in self._puts.values())
@@ -227,7 +224,6 @@ class RemoteTier:
         _add_keys(self.withdrawn, self._keys.of(tokens, namespace)[0, first:])
 
     def _may_load(self, search: _Load) -> BoolArray:
-        """Return which pages of a lookup are not withdrawn, bool[pages]."""
         return np.array([key.tobytes() not in self.withdrawn for key in search.keys[0]], np.bool_)
 
     def search(
@@ -274,7 +270,6 @@ class RemoteTier:
 
     @property
     def waiting_restores(self) -> list[SavedPrefix]:
-        """Return the saved prefixes still to be loaded."""
         return list(self._restored)
 
     def _begin_load(self, number: int, search: _Load, is_found: BoolArray) -> bool:
@@ -332,7 +327,6 @@ class RemoteTier:
 
     @property
     def waiting_loads(self) -> Sequence[StoreTransfer]:
-        """Return the loads that the next `take` begins."""
         return self._loads_now
 
     def _resumable_end(self, is_there: BoolArray, first: int) -> int:
@@ -352,7 +346,6 @@ class RemoteTier:
         return int(np.argmin(np.append(is_whole, False)))
 
     def restore(self, prefixes: Sequence[SavedPrefix]) -> None:
-        """Load these prefixes in order, in addition to requests' loads, while blocks are free."""
         self._restored.extend(prefixes)
 
     def _restore_some(self) -> None:
@@ -414,7 +407,6 @@ class RemoteTier:
             self._take_dependents(number)
 
     def _take_dependents(self, number: int) -> list[_Dependent]:
-        """Return the requests that wait for this lookup or load, and end their wait."""
         dependents = self._dependents.pop(number, [])
         for each in dependents:
             self._release(each.waiter)
@@ -475,6 +467,5 @@ def _add_keys(listed: dict[bytes, None], keys: Keys) -> None:
 
 
 def _first_page(each: _Load) -> bytes:
-    """Return the key of the first page of a lookup or load."""
     key: bytes = each.keys[0, 0].tobytes()
     return key

@@ -34,7 +34,6 @@ class SavedTree(NamedTuple):
 
 
 def save_tree(cache: RadixCache) -> SavedTree:
-    """Return the present tree of `cache`."""
     nodes = cache.nodes()
     index_of = {node.node_id: index for index, node in enumerate(nodes)}
     keys = [node.key for node in nodes]

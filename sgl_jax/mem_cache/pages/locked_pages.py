@@ -26,7 +26,6 @@ class LockedPages:
         self.num_locked = 0
 
     def lock(self, pages: Int32Array) -> None:
-        """Add a running request's lock to each of `pages`."""
         num_first, num_alone = _count_locks(pages, 1, self._running, self._idle)
         self.num_running += num_first
         self.num_locked += num_alone
@@ -37,12 +36,10 @@ class LockedPages:
         self.num_locked -= num_alone
 
     def mark_idle(self, pages: Int32Array) -> None:
-        """Turn a lock of a running request into a lock of an idle session."""
         self.num_running -= _count_locks(pages, -1, self._running, self._idle)[0]
         self.num_idle += _count_locks(pages, 1, self._idle, self._running)[0]
 
     def mark_running(self, pages: Int32Array) -> None:
-        """Turn a lock of an idle session into a lock of a running request."""
         self.num_idle -= _count_locks(pages, -1, self._idle, self._running)[0]
         self.num_running += _count_locks(pages, 1, self._running, self._idle)[0]
 
@@ -54,7 +51,6 @@ class LockedPages:
         return self._running + self._idle
 
     def num_running_locks(self, pages: Int32Array) -> Int32Array:
-        """Return the number of running requests that locked each of `pages`, int32[len(pages)]."""
         counts: Int32Array = self._running[pages]
         return counts
 

@@ -66,7 +66,6 @@ class PageAllocator:
         self.reset()
 
     def reset(self) -> None:
-        """Free every page but the null page."""
         self._owner.fill(FREE)
         self._last_owner.fill(FREE)
         self._owner[NULL_PAGE] = RESERVED
@@ -129,7 +128,6 @@ class PageAllocator:
         self._log.note(action, owner, pages.copy())
 
     def owners(self) -> Int32Array:
-        """Return a copy of the owner of every page, int32[num_pages]."""
         return self._owner.copy()
 
     def given_before(self, num_moved: int) -> BoolArray:
@@ -164,7 +162,6 @@ class PageAllocator:
         return self._log.clock
 
     def transitions(self) -> list[Transition]:
-        """Return the latest moves of this pool's pages, oldest first."""
         return self._log.all()
 
     def describe(self, pages: Int32Array, limit: int = 8) -> str:

@@ -79,7 +79,6 @@ class RowTables:
 
     @classmethod
     def empty(cls, num_rows: int, num_groups: int, pages_per_row: int) -> "RowTables":
-        """Create the columns of `num_rows` free rows."""
         pages = np.zeros((num_rows, num_groups, pages_per_row), np.int32)
         return cls(
             pages=pages,
@@ -107,7 +106,6 @@ class RowTables:
             self.list_pages_of(row, group, first, listed)
 
     def list_pages_of(self, row: int, group: int, first: int, pages: Int32Array) -> None:
-        """List `pages` int32[n] of one group in `row` from column `first` on."""
         end = first + len(pages)
         self.pages[row, group, first:end] = pages
         start = ((self.first_row + row) * self.num_groups + group) * self.pages_per_row
@@ -132,7 +130,6 @@ class RowTables:
         self.first_pages[group, row] = first
 
     def unlist(self, row: int, group: int, first: int, end: int) -> None:
-        """Clear the columns [first, end) of `group` in `row`."""
         table = self.pages[row, group]
         listed = table[first:end].nonzero()[0]
         listed += first

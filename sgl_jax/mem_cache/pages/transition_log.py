@@ -58,7 +58,6 @@ class TransitionLog:
         return [Transition(*fields) for fields in self._ring]
 
     def of(self, pages: NDArray[np.integer[Any]]) -> list[Transition]:
-        """Return the recorded moves of `pages`, oldest first, without other pages."""
         found = []
         for transition in self.all():
             concerned = np.isin(transition.pages, pages)

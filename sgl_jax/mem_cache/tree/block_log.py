@@ -50,6 +50,5 @@ class BlockLog:
         self._events.append(BlocksCleared())
 
     def take(self) -> list[BlockEvent]:
-        """Return the events since the last call."""
         events, self._events = self._events, []
         return events

@@ -80,7 +80,6 @@ class CacheWalk:
 
     @property
     def has_nodes(self) -> bool:
-        """Return True until all nodes were checked."""
         return bool(self._next)
 
     def check_some(self, locks: Sequence[tuple[TreeNode, FirstPages]]) -> None:
@@ -137,7 +136,6 @@ class CacheWalk:
         self._refuse(pages[seen[pages] != numbers], pool, "two nodes have the same pages")
 
     def _check_seen(self, pages: Int32Array, before: IntpArray, pool: int) -> None:
-        """Raise `LedgerError` if a node visited before still has one of `pages`."""
         num_components = len(self._cache.tree.components)
         for number in np.unique(before[before != _NOT_SEEN]).tolist():
             place, index = divmod(number - 1, num_components)

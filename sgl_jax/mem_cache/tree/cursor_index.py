@@ -248,7 +248,6 @@ class CursorIndex:
         return upper
 
     def _extend(self, rest: PrefixCursor, cursor: PrefixCursor, parent: PrefixCursor) -> None:
-        """Let `rest`, the only continuation of `cursor`, take its place."""
         self._attach(rest, parent, cursor.key)
         if rest.at is None:
             self.columns.above[rest.number] = parent.number
@@ -280,7 +279,6 @@ class CursorIndex:
             cursor = cursor.children.get(self._key_at(start, edge, cursor.namespace))
 
     def _num_common(self, a: Int32Array, b: Int32Array) -> int:
-        """Count the tokens of the whole pages with which both begin."""
         return common_prefix_len(a, b) // self._page_size * self._page_size
 
     def _file(self, cursor: PrefixCursor, node: TreeNode, reached: int) -> None:
@@ -303,7 +301,6 @@ class CursorIndex:
         self.columns.above[cursor.number] = cursor.parent.number
 
     def _moving_from(self, node: TreeNode) -> list[PrefixCursor]:
-        """Return the cursors on a changing node, and count them as moved."""
         cursors = self._stops.cursors(node)
         if cursors:
             self._has_moved = True
@@ -312,7 +309,6 @@ class CursorIndex:
     # -- resumable lengths --------------------------------------------------------------------
 
     def _measure_all(self) -> bool:
-        """Measure the moved cursors; return whether a length changed."""
         has_changed = False
         while self._unmeasured:
             _, cursor = self._unmeasured.popitem()
@@ -363,7 +359,6 @@ class CursorIndex:
             raise LedgerError(f"{cursor!r}: live is {is_live}, {matched} tokens matched")
 
     def _audit_columns(self, cursor: PrefixCursor) -> None:
-        """Check the columns' parent and length against the cursor."""
         columns, number = self.columns, cursor.number
         parent = NO_CURSOR if cursor.parent is None else cursor.parent.number
         said = columns.parent[number], columns.end_pages[number]

@@ -39,7 +39,6 @@ class FullComponent(TreeComponent):
         self._policy = policy
 
     def absorb(self, node: TreeNode, offer: LeaseOffer) -> None:
-        """Take a new node's pages from the offer. An old node has its pages."""
         if node.values[self.index] is not None:
             return
         start = (node.end - len(node.key)) // self._page_size
@@ -49,7 +48,6 @@ class FullComponent(TreeComponent):
         self.num_evictable += len(pages)
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
-        """Divide the pages and copy the locks: each lock of `lower` includes `upper`."""
         cut = len(upper.key) // self._page_size
         pages = lower.values[self.index]
         upper.values[self.index] = pages[:cut].copy()
@@ -57,7 +55,6 @@ class FullComponent(TreeComponent):
         upper.locks[self.index] = lower.locks[self.index]
 
     def may_merge(self, upper: TreeNode, lower: TreeNode) -> bool:
-        """Return whether no lock ends at the upper node."""
         return bool(upper.locks[self.index] == lower.locks[self.index])
 
     def merge(self, upper: TreeNode, lower: TreeNode) -> None:
@@ -90,7 +87,6 @@ class FullComponent(TreeComponent):
         self._count_locks(new, old, 1)
 
     def refresh(self, node: TreeNode) -> None:
-        """Add the node to the evictable leaves, or remove it. A leaf without locks is evictable."""
         if self._is_evictable(node):
             self._policy.add(node)
         else:

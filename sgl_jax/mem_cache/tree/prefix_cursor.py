@@ -62,12 +62,10 @@ class PrefixCursor:
 
     @property
     def start(self) -> int:
-        """Return the number of tokens shared with its siblings."""
         return 0 if self.parent is None else self.parent.end
 
     @property
     def live(self) -> "PrefixCursor":
-        """Return the live cursor at the end of this walk."""
         cursor = self
         while cursor.at is None:
             assert cursor.parent is not None, "the first cursor is live"
@@ -76,14 +74,12 @@ class PrefixCursor:
 
     @property
     def node(self) -> TreeNode:
-        """Return the last node on the walk; the root if none matched."""
         node = self.live.at
         assert node is not None
         return node
 
     @property
     def matched(self) -> int:
-        """Return the number of tokens matched by the walk, whole pages."""
         return self.live.reached
 
     @property
@@ -131,7 +127,6 @@ class PrefixCursor:
             stack.extend(cursor.children.values())
 
     def resting(self) -> "Iterator[PrefixCursor]":
-        """Iterate over this live cursor and the other cursors at its place."""
         stack = [self]
         while stack:
             cursor = stack.pop()
@@ -159,7 +154,6 @@ class CursorColumns:
         self.above, self.usable_pages, self.place, self.parent, self.end_pages = table
 
     def take(self) -> int:
-        """Return the number of a new cursor."""
         if not self._free:
             size = len(self.above)
             self._free = list(range(size, 2 * size))[::-1]

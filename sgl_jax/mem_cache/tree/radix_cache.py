@@ -132,7 +132,6 @@ class RadixCache:
 
     @property
     def num_evictable(self) -> list[int]:
-        """Return how many pages of each pool the cache could free now."""
         if not self._windows:
             return [self._full.num_evictable]
         components = self.tree.components
@@ -309,7 +308,6 @@ class RadixCache:
         self.tree.settle()
 
     def _lock(self, node: TreeNode, first_pages: FirstPages = None) -> None:
-        """Lock all pages that a lease ending at `node` reads."""
         self.num_locks += 1
         self.num_locked_tokens += node.end
         for component in self.tree.components:
@@ -444,7 +442,6 @@ class RadixCache:
         return pages
 
     def nodes(self) -> Sequence[TreeNode]:
-        """Return all nodes but the root, parents before children."""
         return list(self.tree.nodes())
 
     def held_pages(self, pool: int = 0) -> Int32Array:

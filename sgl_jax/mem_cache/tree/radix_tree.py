@@ -171,7 +171,6 @@ class RadixTree:
         return node
 
     def add_child(self, parent: TreeNode, key: Int32Array, namespace: str) -> TreeNode:
-        """Add a leaf below `parent`. Its components have no pages yet."""
         child_key = self.child_key(parent, key, namespace)
         child = self._new_node(key, parent, child_key, namespace)
         child.page_hashes = self._hasher.hashes(key, self.hash_before(child))
@@ -282,7 +281,6 @@ class RadixTree:
             self.cursors.measure(self.resumable.take_remarked())
 
     def flush_dropped(self) -> None:
-        """Free the pages that components have dropped."""
         for component in self.components:
             component.flush_dropped()
 

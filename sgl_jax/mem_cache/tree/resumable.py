@@ -59,7 +59,6 @@ class Resumable:
         return above, seen
 
     def can_resume(self, node: TreeNode) -> bool:
-        """Return whether the end of `node`, which is not the root, is resumable."""
         return bool(node.is_usable[-1])
 
     # -- reports from the tree -------------------------------------------------------------
@@ -93,7 +92,6 @@ class Resumable:
             self._changed[node.node_id] = node
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
-        """Divide the positions of `lower`, which lost the start of its edge to the new `upper`."""
         cut = len(upper.key) // self._page_size
         upper.is_usable = lower.is_usable[:cut].copy()
         lower.is_usable = lower.is_usable[cut:].copy()
@@ -118,7 +116,6 @@ class Resumable:
         self._changed[leaf.node_id] = leaf
 
     def left(self, leaf: TreeNode, parent: TreeNode) -> None:
-        """Record the removal of `leaf`, a child of `parent`."""
         self._changed.pop(leaf.node_id, None)
         self._remarked.pop(leaf.node_id, None)
         if parent is not self._root:
@@ -129,7 +126,6 @@ class Resumable:
         self._changed[node.node_id] = node
 
     def take_remarked(self) -> list[TreeNode]:
-        """Return the nodes with usable positions that changed since the last call."""
         remarked = list(self._remarked.values())
         self._remarked.clear()
         return remarked
@@ -236,7 +232,6 @@ class Resumable:
     # -- positions --------------------------------------------------------------------------
 
     def _recompute(self, node: TreeNode) -> None:
-        """Update the node, and the nodes below it within reach of its pages."""
         stack = [node]
         while stack:
             step = stack.pop()

@@ -68,7 +68,6 @@ class TreeComponent(ABC):
         self._dropped: list[Int32Array] = []
 
     def pages_of(self, nodes: Sequence[TreeNode]) -> Int32Array:
-        """Return the values along `nodes`, in token order: a page each, 0 for absent pages."""
         if not nodes:
             return np.zeros(0, np.int32)
         return np.concatenate([node.values[self.index] for node in nodes])
@@ -116,7 +115,6 @@ class TreeComponent(ABC):
         """Drop the pages past `keep_tokens` of the edge. `flush_dropped` frees them."""
 
     def flush_dropped(self) -> None:
-        """Free all dropped pages, in one call to the allocator."""
         if self._dropped:
             self._allocator.free(np.concatenate(self._dropped), TREE)
             self._dropped.clear()

@@ -142,7 +142,6 @@ class WindowComponent(TreeComponent):
         self._count_locks(node, *self._interval(node, first_pages), -1)
 
     def unlock_passed(self, node: TreeNode, first: int, end: int) -> None:
-        """Unlock the pages [first, end) for a lease that ends at `node`."""
         lowest, highest = self._interval(node, None)
         self._count_locks(node, max(first, lowest), min(end, highest), -1)
 

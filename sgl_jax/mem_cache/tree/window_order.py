@@ -65,7 +65,6 @@ class WindowOrder:
         return levels
 
     def place(self, node: TreeNode, may_go: BoolArray, levels: Levels) -> None:
-        """List the node by its evictable pages."""
         for level, is_there in enumerate(_presence(node, may_go, levels)):
             queue = self._queues[level][node.read.num_uses]
             if not is_there:
@@ -78,7 +77,6 @@ class WindowOrder:
             queues[node.read.num_uses].discard(node.read)
 
     def oldest(self) -> Iterator[tuple[int, ReadTime]]:
-        """Yield the least recently read node of each level and number of uses."""
         for level, queues in enumerate(self._queues):
             for queue in queues:
                 item = queue.oldest()
@@ -104,7 +102,6 @@ class WindowOrder:
 
 
 def _presence(node: TreeNode, may_go: BoolArray, levels: Levels) -> tuple[bool, bool, bool]:
-    """Return, for each level, whether there are pages to take."""
     stays = bool(node.children) or node.locks[0] > 0
     has_any = bool(np.count_nonzero(may_go))
     if not has_any:
