@@ -7,6 +7,7 @@ because prompts are private, and hashes namespaces, because they may be secrets.
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +72,9 @@ def _leases(memory: RankMemory) -> list[dict[str, Any]]:
 
 def _sessions(memory: RankMemory) -> list[dict[str, Any]]:
     sessions = memory.sessions
-    idle = [(session_id, lease.row, True) for session_id, lease in sessions.idle()]
-    checked_out = [(session_id, row, False) for session_id, row in sessions.checked_out()]
     return [
-        {"session_id": session_id, "row": row, "idle": is_idle}
-        for session_id, row, is_idle in idle + checked_out
+        {"session_id": session_id, "row": lease.row, "idle": lease.session_id is None}
+        for session_id, lease in chain(sessions.idle(), sessions.checked_out())
     ]
 
 

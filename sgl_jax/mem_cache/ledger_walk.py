@@ -173,23 +173,22 @@ def _check_states(memory: RankMemory, first: int, end: int) -> Iterator[Finding]
 
 def _check_sessions(memory: RankMemory) -> Iterator[Finding]:
     """Check that each session has one lease, idle or checked out, listed, and not shared."""
-    holders = {row: session_id for session_id, row in memory.sessions.checked_out()}
-    sessions = set(holders.values())
-    if len(sessions) < len(holders):
-        yield Finding(f"a session runs on two rows: {holders}")
-    for session_id, row in memory.sessions.checked_out():
-        if memory.sessions.checked_out_row(session_id) != row:
-            known = memory.sessions.checked_out_row(session_id)
-            yield Finding(f"session {session_id!r} runs on row {row}, but is looked for in {known}")
-        if row not in memory.leases:
-            yield Finding(f"session {session_id!r} runs on row {row}, which has no lease")
+    holders: dict[int, str] = {}
+    checked_out = dict(memory.sessions.checked_out())
+    for session_id, lease in checked_out.items():
+        if memory.leases.get(lease.row) is not lease or lease.session_id != session_id:
+            yield Finding(f"session {session_id!r} runs on {lease!r}, which is not its lease")
+        holders[lease.row] = session_id
+    for lease in memory.leases.values():
+        if lease.session_id is not None and checked_out.get(lease.session_id) is not lease:
+            yield Finding(f"{lease!r} is of session {lease.session_id!r}, which does not run on it")
     for session_id, lease in memory.sessions.idle():
         if memory.leases.get(lease.row) is not lease or lease.released:
             yield Finding(f"idle session {session_id!r} holds {lease!r}, which is not listed")
         if lease.row in holders:
             other = holders[lease.row]
             yield Finding(f"sessions {other!r} and {session_id!r} both have row {lease.row}")
-        if session_id in sessions:
+        if session_id in checked_out:
             yield Finding(f"idle session {session_id!r} holds {lease!r}, but runs as well")
         holders[lease.row] = session_id
 

@@ -135,8 +135,7 @@ def release_kv_cache(
     if insert:
         added = _hand_to_tree(memory, lease, tokens)
         _offer_to_host(memory, lease, tokens)
-        is_sessions = memory.sessions.has_checked_out(lease)
-        if is_sessions and _keep_for_session(memory, lease, added, len(tokens)):
+        if lease.session_id is not None and _keep_for_session(memory, lease, added, len(tokens)):
             return
     _free(memory, lease.pages(memory.page_size, lease.cache_protected_len), lease.row)
     if lease.node is not None:

@@ -16,49 +16,44 @@ from sgl_jax.mem_cache.lease import KVLease
 
 
 class SessionLeases:
-    """A lease for each streaming session of this rank, idle or checked out to its running turn."""
+    """A lease for each streaming session of this rank, idle or checked out to its running turn. A
+    checked-out lease has the `session_id`."""
 
     def __init__(self) -> None:
         self._idle: OrderedDict[str, KVLease] = OrderedDict()  # least recently used first
-        self._session_of: dict[int, str] = {}  # row of a running turn's lease -> session
-        self._row_of: dict[str, int] = {}  # the inverse: session -> row
+        self._checked_out: dict[str, KVLease] = {}
 
     @property
     def num_idle(self) -> int:
         return len(self._idle)
 
     def idle(self) -> Iterator[tuple[str, KVLease]]:
+        """Iterate over idle sessions and their leases, least recently used first."""
         return iter(self._idle.items())
 
-    def checked_out(self) -> Iterator[tuple[str, int]]:
-        return ((session_id, row) for row, session_id in self._session_of.items())
+    def checked_out(self) -> Iterator[tuple[str, KVLease]]:
+        """Iterate over the sessions with a running turn and their leases."""
+        return iter(self._checked_out.items())
 
     def idle_lease(self, session_id: str) -> KVLease | None:
         """Return an idle session's lease; None if it runs, was evicted, or is not on this rank."""
         return self._idle.get(session_id)
 
-    def checked_out_row(self, session_id: str) -> int | None:
-        return self._row_of.get(session_id)
+    def lease_of(self, session_id: str) -> KVLease | None:
+        """Return a session's lease, idle or checked out; None if it is not on this rank."""
+        return self._idle.get(session_id) or self._checked_out.get(session_id)
 
     def oldest_idle(self) -> str | None:
         return next(iter(self._idle), None)
-
-    def holds(self, session_id: str) -> bool:
-        return session_id in self._idle or session_id in self._row_of
-
-    def has_checked_out(self, lease: KVLease) -> bool:
-        return lease.row in self._session_of
 
     def bind(self, session_id: str, lease: KVLease) -> None:
         """Record that a turn of the session runs on the new `lease`, which the session will keep.
         Raise `LeaseError` if the session has a lease, or the lease a session."""
         lease.require_live()
-        if self.holds(session_id):
+        if self.lease_of(session_id) is not None:
             raise LeaseError(f"session {session_id!r} has a lease already; {lease!r} is another")
-        if lease.row in self._session_of:
-            raise LeaseError(
-                f"{lease!r} is that of session {self._session_of[lease.row]!r} already"
-            )
+        if lease.session_id is not None:
+            raise LeaseError(f"{lease!r} is that of session {lease.session_id!r} already")
         self._check_out(session_id, lease)
 
     def check_out(self, session_id: str) -> KVLease:
@@ -70,17 +65,24 @@ class SessionLeases:
         self._check_out(session_id, lease)
         return lease
 
+    def _check_out(self, session_id: str, lease: KVLease) -> None:
+        self._checked_out[session_id] = lease
+        lease.session_id = session_id
+
     def unbind(self, lease: KVLease) -> None:
         """Drop the session's claim to `lease`, if any, so that the lease ends without it. Used
         after a retract or an error, or if the session was closed in the meantime."""
-        self._take_back(lease)
+        if lease.session_id is not None:
+            self._checked_out.pop(lease.session_id, None)
+            lease.session_id = None
 
     def check_in(self, lease: KVLease, num_tokens: int) -> None:
         """Keep a finished turn's lease for the session, with its first `num_tokens` tokens. Raise
         `LeaseError` if no session has checked it out."""
-        session_id = self._take_back(lease)
+        session_id = lease.session_id
         if session_id is None:
             raise LeaseError(f"{lease!r} is no session's to keep")
+        self.unbind(lease)
         lease.change_holder(num_tokens)
         self._idle[session_id] = lease
 
@@ -92,14 +94,3 @@ class SessionLeases:
         """Mark an idle session as just used, so that it is evicted last: a turn of it waits."""
         if session_id in self._idle:
             self._idle.move_to_end(session_id)
-
-    def _check_out(self, session_id: str, lease: KVLease) -> None:
-        self._session_of[lease.row] = session_id
-        self._row_of[session_id] = lease.row
-
-    def _take_back(self, lease: KVLease) -> str | None:
-        """End the check-out of `lease`; return its session, None if it had none."""
-        session_id = self._session_of.pop(lease.row, None)
-        if session_id is not None:
-            del self._row_of[session_id]
-        return session_id

@@ -253,8 +253,9 @@ def _leases(rank: RankScheduler, has_tokens: bool) -> dict[str, Any]:
 
 def _sessions_by_row(memory: RankMemory) -> dict[int, str]:
     """Return the sessions with a row of this rank: idle first, and these from the longest idle."""
-    idle = {lease.row: session_id for session_id, lease in memory.sessions.idle()}
-    return idle | {row: session_id for session_id, row in memory.sessions.checked_out()}
+    sessions = memory.sessions
+    holding = chain(sessions.idle(), sessions.checked_out())
+    return {lease.row: session_id for session_id, lease in holding}
 
 
 def _session(session: Session, memory: RankMemory | None, row: int | None) -> dict[str, Any]:

@@ -231,6 +231,7 @@ class SessionService(Generic[T]):
 
     def _describe(self, session: Session, idle_s: float, is_closing: bool) -> SessionEntry:
         home = self._home(session.session_id)
+        lease = None if home is None else home.sessions.lease_of(session.session_id)
         return SessionEntry(
             session_id=session.session_id,
             streaming=isinstance(session, StreamingSession),
@@ -241,7 +242,7 @@ class SessionService(Generic[T]):
             idle_s=idle_s,
             timeout_s=session.timeout_s,
             dp_rank=None if home is None else home.dp_rank,
-            cached_tokens=0 if home is None else _num_cached(home, session.session_id),
+            cached_tokens=0 if lease is None else lease.kv_committed_len,
         )
 
     def _turn_of(self, session: Session) -> T | None:
@@ -250,14 +251,5 @@ class SessionService(Generic[T]):
         return None if rid is None else self._requests[rid]
 
     def _home(self, session_id: str) -> RankMemory | None:
-        return next((home for home in self._memories if home.sessions.holds(session_id)), None)
-
-
-def _num_cached(home: RankMemory, session_id: str) -> int:
-    """Return the tokens with KV in the session's lease, idle or in use by a running turn."""
-    lease = home.sessions.idle_lease(session_id)
-    if lease is not None:
-        return lease.kv_committed_len
-    row = home.sessions.checked_out_row(session_id)
-    assert row is not None, f"rank {home.dp_rank} holds no lease of {session_id!r}"
-    return int(home.rows.kv_committed_len[row])
+        homes = (home for home in self._memories if home.sessions.lease_of(session_id) is not None)
+        return next(homes, None)

@@ -214,7 +214,7 @@ def test_an_idle_session_holds_no_snapshot_past_its_tokens() -> None:
     device.prefill(request, 24)
     device.end(request, 19)
     assert snapshots(device.memory) == (18, 0, 2)
-    assert device.memory.locked[POOL].num_idle == 0
+    assert device.memory.view().pools[POOL].session_held_pages == 0
     device.check(num_running=0)
 
 

@@ -57,10 +57,10 @@ class SessionLeaseMachine(LeaseMachine):
         """The turn of a session ends, and the session is idle."""
         holder = self.holders.pop(which % len(self.holders))
         sessions, lease = self.memory.sessions, holder.lease
-        if lease.row not in dict(map(reversed, sessions.checked_out())):  # type: ignore[arg-type]
+        if lease.session_id is None:
             self.num_sessions += 1
             sessions.bind(f"s{self.num_sessions}", lease)
-        session_id = dict(map(reversed, sessions.checked_out()))[lease.row]  # type: ignore[arg-type]
+        session_id = lease.session_id
         num_known = max(num_known, lease.cache_protected_len)
         self.expect_published(holder, num_known)
         num_kept = min(num_known, lease.kv_committed_len)

@@ -37,22 +37,22 @@ def make_leases(num_leases: int) -> tuple[SessionLeases, list[KVLease]]:
 
 def test_a_lease_goes_from_the_turn_to_the_session_and_back() -> None:
     sessions, (lease,) = make_leases(1)
-    assert not sessions.holds("s")
+    assert not sessions.lease_of("s")
     sessions.bind("s", lease)
-    assert sessions.holds("s")
+    assert sessions.lease_of("s")
     assert (sessions.num_idle, sessions.idle_lease("s"), sessions.oldest_idle()) == (0, None, None)
-    assert list(sessions.checked_out()) == [("s", lease.row)]
-    assert sessions.has_checked_out(lease)
+    assert list(sessions.checked_out()) == [("s", lease)]
+    assert lease.session_id == "s"
     sessions.check_in(lease, 3)
-    assert not sessions.has_checked_out(lease)
-    assert sessions.holds("s")
+    assert lease.session_id is None
+    assert sessions.lease_of("s")
     assert sessions.idle_lease("s") is lease
     assert (sessions.num_idle, list(sessions.checked_out())) == (1, [])
     assert sessions.check_out("s") is lease
-    assert (sessions.num_idle, list(sessions.checked_out())) == (0, [("s", lease.row)])
+    assert (sessions.num_idle, list(sessions.checked_out())) == (0, [("s", lease)])
     sessions.unbind(lease)
     sessions.unbind(lease)
-    assert not sessions.holds("s")
+    assert not sessions.lease_of("s")
     with pytest.raises(LeaseError, match="is no session's to keep"):
         sessions.check_in(lease, 3)
 
@@ -251,7 +251,7 @@ def test_a_session_that_is_not_idle_cannot_be_resumed() -> None:
         resume_lease(memory, "s", 6)
     assert not release_idle_lease(memory, "s")
     roll_back_lease(memory, "s", 0)
-    assert memory.sessions.holds("s")
+    assert memory.sessions.lease_of("s")
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
@@ -284,7 +284,7 @@ def test_a_turn_whose_result_must_not_be_kept_leaves_the_session_none() -> None:
     memory.sessions.unbind(lease)
     release_kv_cache(memory, lease, known(6), insert=False)
     assert lease.released
-    assert not memory.sessions.holds("s")
+    assert not memory.sessions.lease_of("s")
     assert memory.view().session_rows == 0
     check(memory)
 
@@ -313,7 +313,7 @@ def test_a_rebuilt_rank_has_no_sessions() -> None:
     memory.rebuild()
     assert idle.released
     assert running.released
-    assert not memory.sessions.holds("idle")
-    assert not memory.sessions.holds("runs")
+    assert not memory.sessions.lease_of("idle")
+    assert not memory.sessions.lease_of("runs")
     assert memory.view().free_pages == 40
     check(memory)

@@ -62,19 +62,15 @@ def test_a_session_with_two_leases_is_found() -> None:
     with pytest.raises(LedgerError, match=r"idle session 'runs' holds .*, but runs as well"):
         audit(memory)
     memory, _, _ = busy_memory()
-    memory.sessions._session_of[3] = "runs"
-    with pytest.raises(LedgerError, match="a session runs on two rows"):
-        audit(memory)
-    memory, _, _ = busy_memory()
-    memory.sessions._row_of["runs"] = 3
-    with pytest.raises(LedgerError, match="'runs' runs on row 2, but is looked for in 3"):
+    memory.leases[3].session_id = "runs"
+    with pytest.raises(LedgerError, match=r"row 3, .* is of session 'runs', which does not run"):
         audit(memory)
 
 
 def test_a_checked_out_row_without_a_lease_is_found() -> None:
     memory, _, _ = busy_memory()
-    memory.sessions._session_of[4] = "ghost"
-    with pytest.raises(LedgerError, match="'ghost' runs on row 4, which has no lease"):
+    memory.sessions._checked_out["ghost"] = KVLease(3, 4, memory.rows)
+    with pytest.raises(LedgerError, match=r"'ghost' runs on KVLease.*row 4.*not its lease"):
         audit(memory)
 
 

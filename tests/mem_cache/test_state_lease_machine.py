@@ -148,7 +148,7 @@ class StateLeaseMachine(RuleBasedStateMachine):
 
     def rest(self, request: Request, num_known: int) -> None:
         lease, sessions = request.lease, self.memory.sessions
-        checked_out = {row: session_id for session_id, row in sessions.checked_out()}
+        checked_out = {each.row: session_id for session_id, each in sessions.checked_out()}
         if lease.row not in checked_out:
             self.num_sessions += 1
             checked_out[lease.row] = f"s{self.num_sessions}"

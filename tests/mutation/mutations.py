@@ -802,13 +802,13 @@ MUTATIONS = (
     Mutation(
         "take a lease over and forget whose it is",
         _SESSION_LEASES,
-        "        session_id = self._take_back(lease)\n        if session_id is None:",
-        "        session_id = self._session_of.get(lease.row)\n        if session_id is None:",
+        "        self.unbind(lease)\n        lease.change",
+        "        lease.change",
     ),
     Mutation(
         "give a session a second lease",
         _SESSION_LEASES,
-        "        if self.holds(session_id):\n",
+        "        if self.lease_of(session_id) is not None:\n",
         "        if False:\n",
     ),
     Mutation(
@@ -1169,7 +1169,7 @@ MUTATIONS = (
     Mutation(
         "look for a session where another has been checked out",
         _SESSION_LEASES,
-        "            del self._row_of[session_id]\n",
+        "            self._checked_out.pop(lease.session_id, None)\n",
         "            pass\n",
     ),
     # -- a turn reads the longer of lease and tree
@@ -3058,8 +3058,8 @@ MUTATIONS = (
     Mutation(
         "view: list no session whose turn runs among those with pages",
         _READER,
-        "idle | {row: session_id for session_id, row in memory.sessions.checked_out()}",
-        "idle",
+        "holding = chain(sessions.idle(), sessions.checked_out())",
+        "holding = sessions.idle()",
     ),
     Mutation("view: show namespaces", _READER, "namespace_hash(node.namespace)", "node.namespace"),
     Mutation(

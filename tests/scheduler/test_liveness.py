@@ -307,7 +307,7 @@ def test_a_little_that_is_shared_is_computed_again_rather_than_waited_for() -> N
 def test_a_turn_leaves_its_busy_rank_when_computing_again_costs_less() -> None:
     s = talk(dp_size=2, page_size=4, pool_tokens=256, schedule_conservativeness=0.0)
     s.say("s", [5] * 40, 2)
-    home = next(r for r in s.driver.scheduler.ranks if r.memory.sessions.holds("s")).dp_rank
+    home = next(r for r in s.driver.scheduler.ranks if r.memory.sessions.lease_of("s")).dp_rank
     s.driver.submit(generate("long", [10] * 20, 150, dp_rank=home))
     while len(s.driver.tokens["long"]) < 20:
         s.driver.step()
@@ -327,7 +327,7 @@ def test_a_turn_leaves_its_busy_rank_when_computing_again_costs_less() -> None:
 def test_a_turn_waits_for_its_rank_when_that_costs_less_than_computing_again() -> None:
     s = talk(dp_size=2, page_size=4, pool_tokens=1024, num_rows=9, chunk=8)
     s.say("s", [5] * 200, 2)
-    home = next(r for r in s.driver.scheduler.ranks if r.memory.sessions.holds("s")).dp_rank
+    home = next(r for r in s.driver.scheduler.ranks if r.memory.sessions.lease_of("s")).dp_rank
     s.driver.submit(generate("other", [10] * 24, 2, dp_rank=home))  # three steps of prefill
     s.driver.step()
     rid = s.begin("s", [1], 2)
@@ -382,7 +382,7 @@ def test_a_request_without_a_row_says_so_and_one_that_waits_for_the_next_step_to
 def test_a_request_that_waits_for_a_rank_or_behind_another_names_it() -> None:
     s = talk(dp_size=2, page_size=4, pool_tokens=1024, num_rows=9, chunk=8)
     s.say("s", [5] * 200, 2)
-    home = next(r for r in s.driver.scheduler.ranks if r.memory.sessions.holds("s")).dp_rank
+    home = next(r for r in s.driver.scheduler.ranks if r.memory.sessions.lease_of("s")).dp_rank
     s.driver.submit(generate("other", [10] * 24, 2, dp_rank=home))
     s.driver.step()
     rid = s.begin("s", [1] * 6, 2)  # too long for the part of short prompts

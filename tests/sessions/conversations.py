@@ -215,7 +215,7 @@ class Conversations:
         found = [
             rank.memory.sessions.idle_lease(session_id)
             for rank in self.driver.scheduler.ranks
-            if rank.memory.sessions.holds(session_id)
+            if rank.memory.sessions.lease_of(session_id)
         ]
         assert len(found) <= 1, f"{session_id} has leases on several ranks"
         return found[0] if found else None

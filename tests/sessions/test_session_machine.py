@@ -192,7 +192,8 @@ class SessionMachine(SchedulerMachine):
         for key in gone:
             self.talk.of.pop(key, None)
             self.trees.of.pop(key, None)
-            assert not any(rank.memory.sessions.holds(key) for rank in self.driver.scheduler.ranks)
+            ranks = self.driver.scheduler.ranks
+            assert not any(rank.memory.sessions.lease_of(key) for rank in ranks)
 
     def named_by_turn(self, rng: random.Random, session_id: str) -> tuple[str, bool]:
         """The namespace that a turn names, and whether it is neither none nor its session's."""

@@ -161,7 +161,7 @@ def test_a_session_whose_turn_waits_goes_after_those_with_none() -> None:
 def test_a_waiting_turn_whose_lease_was_taken_goes_where_there_is_room() -> None:
     s = talk(page_size=4, pool_tokens=64, num_rows=3, dp_size=2, schedule_policy="fcfs")
     s.say("s", [5] * 6, 2)
-    home = next(r for r in s.driver.scheduler.ranks if r.memory.sessions.holds("s")).dp_rank
+    home = next(r for r in s.driver.scheduler.ranks if r.memory.sessions.lease_of("s")).dp_rank
     for i in range(2):
         s.driver.submit(generate(f"r{i}", [10 + i] * 4, 20, dp_rank=home))
     rid = s.begin("s", [1], 2)
@@ -417,7 +417,7 @@ def test_a_turn_that_asks_for_another_rank_takes_its_session_there() -> None:
     s.say("s", [1, 2, 3], dp_rank=0)
     rid = s.say("s", [4], dp_rank=1)
     assert (s.driver.dp_rank[rid], s.driver.cached[rid]) == (1, 0)
-    assert not s.driver.scheduler.ranks[0].memory.sessions.holds("s")
+    assert not s.driver.scheduler.ranks[0].memory.sessions.lease_of("s")
     s.check()
     s.close_all()
 

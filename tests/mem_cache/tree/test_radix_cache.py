@@ -304,7 +304,7 @@ def test_beside_a_withdrawn_path_that_is_locked_another_one_takes_its_place(leng
     assert len(held_blocks(cache)) == (5 if length else 4)
     locks = [(old, None), (new, None), (new, None)]
     audit_cache(cache, locks)
-    walk = CacheWalk(cache, [allocator])
+    walk = CacheWalk(cache)
     while walk.has_nodes:
         walk.check_some(locks)
     walk.check_rest(0)
@@ -344,7 +344,7 @@ def test_nothing_joins_a_withdrawn_path() -> None:
 def test_a_walk_visits_the_rest_of_an_edge_whose_end_was_split_off_and_evicted() -> None:
     allocator = PageAllocator(100)
     cache = cache_with((1, 2, 3, 4), allocator=allocator)
-    walk = CacheWalk(cache, [allocator])  # lists the edge
+    walk = CacheWalk(cache)  # lists the edge
     match = cache.match_prefix(array_of((1, 2)))
     assert cache.evict(99) == 2
     while walk.has_nodes:

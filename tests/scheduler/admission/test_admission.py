@@ -331,7 +331,7 @@ def test_a_rank_that_prefills_a_long_prompt_is_left_to_it() -> None:
 def test_a_turn_returns_to_the_lease_that_has_its_history_though_more_run_there() -> None:
     s = talk(dp_size=2, page_size=4, pool_tokens=512, chunk=8, disable_radix_cache=True)
     s.say("s", [5] * 40, 2)
-    home = next(r for r in s.driver.scheduler.ranks if r.memory.sessions.holds("s")).dp_rank
+    home = next(r for r in s.driver.scheduler.ranks if r.memory.sessions.lease_of("s")).dp_rank
     start(s.driver, "decodes", [10] * 4, 30, home)
     rid = s.begin("s", [1], 2)
     s.run()
@@ -425,7 +425,7 @@ def test_a_rank_with_room_for_all_is_forecast_as_soon_as_it_has_not(
 def test_a_request_goes_where_it_fits_and_evicts_no_session_where_it_does_not_even_so() -> None:
     s = talk(dp_size=2, pool_tokens=80, chunk=8, schedule_conservativeness=0.0)
     s.say("s", [5] * 18, 2)
-    home = next(r for r in s.driver.scheduler.ranks if r.memory.sessions.holds("s")).dp_rank
+    home = next(r for r in s.driver.scheduler.ranks if r.memory.sessions.lease_of("s")).dp_rank
     start(s.driver, "long", [6] * 37, 30, home)
     for i in range(2):
         start(s.driver, f"small {i}", [7 + i] * 5, 30, 1 - home)
