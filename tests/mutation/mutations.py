@@ -3181,8 +3181,8 @@ MUTATIONS = (
     Mutation(
         "host: copy evicted pages after the step",
         _TIER,
-        "        saved, self._copies_now = self._copies_now, []\n        return saved",
-        "        return []",
+        "        saved = self._begins.copies.copy()\n",
+        "        return []\n",
     ),
     Mutation(
         "host: copy whole windows from the device",
@@ -3227,20 +3227,19 @@ MUTATIONS = (
     Mutation(
         "host: never place what has arrived",
         _TIER,
-        "                now.append(fetch.move)\n",
+        "                begins.append(fetch.move)\n",
         "                now.append(fetch.move) if not end.succeeded else None\n",
     ),
     Mutation(
         "host: place a fetch whose pages were given back",
         _TIER,
-        "                self._dropped_now.append(self._dropped.pop(number))\n",
-        "                self._placed_now.append(self._dropped.pop(number))\n",
+        "                self._begins.dropped.append(self._dropped.pop(number))\n",
+        "                self._begins.placed.append(self._dropped.pop(number))\n",
     ),
     Mutation(
         "host: begin a fetch that was dropped",
         _TIER,
-        "                self._fetches_now = [e for e in self._fetches_now if e.number "
-        "!= number]\n",
+        "                self._begins.fetches.remove(fetch.move)\n",
         "                pass\n",
     ),
     Mutation(
@@ -3332,7 +3331,7 @@ MUTATIONS = (
     Mutation(
         "store: never put again what has failed",
         _STORE,
-        "            else:\n                self._leave_out(put)\n",
+        "            else:\n                _add_keys(self._left_out, put.pages)\n",
         "",
     ),
     Mutation(

@@ -21,6 +21,7 @@ from sgl_jax.mem_cache.memory_view import CpuPoolView
 from sgl_jax.mem_cache.offload.cpu_pool import CpuPool
 from sgl_jax.mem_cache.offload.load_prices import LoadPrices
 from sgl_jax.mem_cache.offload.remote_tier import RemoteTier
+from sgl_jax.mem_cache.offload.saved_prefixes import SavedPrefix
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import free_passed_window_pages, release_kv_cache
 from sgl_jax.mem_cache.tree.prefix_cursor import common_prefix_len
@@ -43,9 +44,13 @@ class Fetch(NamedTuple):
     is_wanted: bool = True  # False if the prefix was withdrawn
 
 
-class _Offer(NamedTuple):
-    tokens: Int32Array  # whole pages
-    namespace: str
+class _Begins(NamedTuple):
+    """The first fields of `Transfers`: moves that the next `take` returns."""
+
+    placed: list[PageTransfer]
+    dropped: list[PageTransfer]
+    copies: list[PageTransfer]
+    fetches: list[PageTransfer]
 
 
 class CpuTier:
@@ -88,15 +93,12 @@ class CpuTier:
         self.store: RemoteTier | None = None
         if self._has_store:
             self.store = RemoteTier(self.blocks, memory.groups, self.prices, self._next_number)
-        self._offers: deque[_Offer] = deque(maxlen=_MAX_OFFERS)
+        self._offers: deque[SavedPrefix] = deque(maxlen=_MAX_OFFERS)
         self._may_begin = False
         self._moves: dict[int, PageTransfer] = {}  # of copies, until they end
         self._begun: set[int] = set()  # fetches that the executor has begun
         self._dropped: dict[int, PageTransfer] = {}  # begun fetches with an ended lease
-        self._placed_now: list[PageTransfer] = []
-        self._dropped_now: list[PageTransfer] = []
-        self._copies_now: list[PageTransfer] = []
-        self._fetches_now: list[PageTransfer] = []
+        self._begins = _Begins([], [], [], [])
         memory.watcher = self
         memory.cache.before_eviction = self.before_eviction
 
@@ -130,7 +132,7 @@ class CpuTier:
             and np.array_equal(last.tokens, tokens[: len(last.tokens)])
         ):
             self._offers.pop()
-        self._offers.append(_Offer(tokens.copy(), namespace))
+        self._offers.append(SavedPrefix(tokens.copy(), namespace))
         self._may_begin = True
 
     def _begin_copies(self) -> None:
@@ -174,7 +176,7 @@ class CpuTier:
             read = np.where(blocks > 0, pages, 0)
             move = self._move(number, read, blocks)
             self._moves[number] = move
-            self._copies_now.append(move)
+            self._begins.copies.append(move)
 
     # -- in ---------------------------------------------------------------------------------
 
@@ -215,7 +217,7 @@ class CpuTier:
         move = self._move(number, pages, blocks)
         num_tokens = length - lease.kv_committed_len
         fetch = self.fetches[number] = Fetch(tokens, lease, num_tokens, move)
-        self._fetches_now.append(move)
+        self._begins.fetches.append(move)
         return fetch
 
     def _take_pages(self, lease: KVLease, blocks: Int32Array, length: int) -> Int32Array:
@@ -243,7 +245,7 @@ class CpuTier:
             if number in self._begun:
                 self._dropped[number] = fetch.move
             else:
-                self._fetches_now = [e for e in self._fetches_now if e.number != number]
+                self._begins.fetches.remove(fetch.move)
         return had_any
 
     def _end_lease(self, number: int, *, insert: bool) -> None:
@@ -296,7 +298,7 @@ class CpuTier:
 
     @property
     def waiting_fetches(self) -> Sequence[PageTransfer]:
-        return self._fetches_now
+        return self._begins.fetches
 
     @property
     def num_moving_tokens(self) -> int:
@@ -318,31 +320,23 @@ class CpuTier:
     def has_work(self) -> bool:
         return bool(
             (self._offers and self._may_begin)
-            or self._placed_now
-            or self._dropped_now
-            or self._copies_now
-            or self._fetches_now
+            or any(self._begins)
             or (self.store is not None and self.store.has_work)
         )
 
     def take(self) -> Transfers:
         """Return the transfers to begin before the next step is planned."""
         self._begin_copies()
-        taken = Transfers(
-            tuple(self._placed_now),
-            tuple(self._dropped_now),
-            tuple(self._copies_now),
-            tuple(self._fetches_now),
-            *(self.store.take() if self.store is not None else ()),
-        )
-        self._begun.update(move.number for move in self._fetches_now)
-        for each in (self._placed_now, self._dropped_now, self._copies_now, self._fetches_now):
-            each.clear()
-        return taken
+        begins, self._begins = self._begins, _Begins([], [], [], [])
+        self._begun.update(move.number for move in begins.fetches)
+        of_store = self.store.take() if self.store is not None else ()
+        placed, dropped, copies, fetches = map(tuple, begins)
+        return Transfers(placed, dropped, copies, fetches, *of_store)
 
     def take_saved(self) -> list[PageTransfer]:
         """Return the copies of evicted pages, which must precede the step being planned."""
-        saved, self._copies_now = self._copies_now, []
+        saved = self._begins.copies.copy()
+        self._begins.copies.clear()
         return saved
 
     def ended(self, end: TransferEnd) -> None:
@@ -363,10 +357,10 @@ class CpuTier:
                 self.num_fetched_tokens += fetch.num_tokens * is_placed
                 if is_placed:
                     self.prices.fetch.add(end.seconds, fetch.num_tokens)
-                now = self._placed_now if is_placed else self._dropped_now
-                now.append(fetch.move)
+                begins = self._begins.placed if is_placed else self._begins.dropped
+                begins.append(fetch.move)
             else:
-                self._dropped_now.append(self._dropped.pop(number))
+                self._begins.dropped.append(self._dropped.pop(number))
         elif self.store is not None:
             self.store.ended(end)
 

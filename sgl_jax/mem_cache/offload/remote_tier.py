@@ -9,7 +9,7 @@ A key of the store depends on all tokens up to a page's end, so no lookup needs 
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -61,6 +61,14 @@ class _Put(NamedTuple):
     pages: Keys  # keys of the first layer group
 
 
+class _Begins(NamedTuple):
+    """The last fields of `Transfers`: moves that the next `take` returns."""
+
+    searches: list[StoreTransfer]
+    loads: list[StoreTransfer]
+    puts: list[StoreTransfer]
+
+
 class _Dependent(NamedTuple):
     """A request that waits for another request's lookup or load."""
 
@@ -109,18 +117,15 @@ class RemoteTier:
         self._searches: dict[int, _Load] = {}
         self._loads: dict[int, _Load] = {}
         self._under_way: dict[bytes, int] = {}  # lookups and loads, by the key of their first page
-        self._dependents: defaultdict[int, list[_Dependent]] = defaultdict(
-            list
-        )  # by transfer number
+        # By transfer number.
+        self._dependents: defaultdict[int, list[_Dependent]] = defaultdict(list)
         self._puts: dict[int, _Put] = {}
         # Keys of pages that the store lacks because their write failed or did not begin, oldest
         # first.
         self._left_out: dict[bytes, None] = {}
         self.withdrawn: dict[bytes, None] = {}
         self._num_refused = 0  # loads
-        self._searches_now: list[StoreTransfer] = []
-        self._loads_now: list[StoreTransfer] = []
-        self._puts_now: list[StoreTransfer] = []
+        self._begins = _Begins([], [], [])
         self._restored: deque[SavedPrefix] = deque()
 
     def inherit(self, before: "RemoteTier") -> None:
@@ -135,16 +140,12 @@ class RemoteTier:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._may_restore or self._searches_now or self._loads_now or self._puts_now)
+        return self._may_restore or any(self._begins)
 
     @property
     def _may_restore(self) -> bool:
-        may_search = self._num_moving < _MAX_RESTORED and not self.is_suspended
-        return bool(self._restored) and may_search
-
-    @property
-    def _num_moving(self) -> int:
-        return len(self._searches) + len(self._loads)
+        num_moving = len(self._searches) + len(self._loads)
+        return bool(self._restored) and num_moving < _MAX_RESTORED and not self.is_suspended
 
     @property
     def is_restoring(self) -> bool:
@@ -152,14 +153,11 @@ class RemoteTier:
         may_come = self._restored and not self.is_suspended
         return bool(may_come or any(each.waiter is None for each in moving))
 
-    def take(self) -> list[tuple[StoreTransfer, ...]]:
+    def take(self) -> Iterator[tuple[StoreTransfer, ...]]:
         """Return the lookups, loads and writes to begin now."""
         self._restore_some()
-        lists = [self._searches_now, self._loads_now, self._puts_now]
-        taken = [tuple(each) for each in lists]
-        for each in lists:
-            each.clear()
-        return taken
+        begins, self._begins = self._begins, _Begins([], [], [])
+        return map(tuple, begins)
 
     # -- out --------------------------------------------------------------------------------
 
@@ -181,10 +179,10 @@ class RemoteTier:
         behind = keys[:, keys.shape[1] - values.shape[1] :]
         put = _Put(int(np.count_nonzero(values)), behind[0, values.any(axis=0)])
         if number is None:
-            self._leave_out(put)
+            _add_keys(self._left_out, put.pages)
         else:
             self._puts[number] = put
-            self._puts_now.append(self._transfer(number, behind, values > 0, values))
+            self._begins.puts.append(self._transfer(number, behind, values > 0, values))
 
     def put_again(self, tokens: Int32Array, namespace: str) -> None:
         """Write a prefix's pages that were left out before, as far as CPU memory has them."""
@@ -205,15 +203,12 @@ class RemoteTier:
             del self._left_out[key.tobytes()]
         self.put(number, tokens, namespace, values)
 
-    def _leave_out(self, put: _Put) -> None:
-        _add_keys(self._left_out, put.pages)
-
     def drop_puts(self) -> None:
         """Undo the locks of all writes. No write may still run."""
         for number in self._puts:
             self._blocks.end_fetch(number)
         self._puts.clear()
-        self._puts_now.clear()
+        self._begins.puts.clear()
         self._left_out.clear()
         self._restored.clear()
 
@@ -266,7 +261,7 @@ class RemoteTier:
         self._searches[number] = search
         self._under_way.setdefault(_first_page(search), number)
         move = self._transfer(number, keys, is_moved, None)
-        self._searches_now.append(move._replace(is_awaited=self._is_awaited(search)))
+        self._begins.searches.append(move._replace(is_awaited=self._is_awaited(search)))
 
     @property
     def waiting_restores(self) -> list[SavedPrefix]:
@@ -303,7 +298,7 @@ class RemoteTier:
         self._loads[number] = load
         self._under_way.setdefault(_first_page(load), number)
         move = self._transfer(number, keys, is_moved, blocks[:, num_here:])
-        self._loads_now.append(move._replace(is_awaited=self._is_awaited(search)))
+        self._begins.loads.append(move._replace(is_awaited=self._is_awaited(search)))
         return True
 
     def _measures_anew(self) -> bool:
@@ -327,7 +322,7 @@ class RemoteTier:
 
     @property
     def waiting_loads(self) -> Sequence[StoreTransfer]:
-        return self._loads_now
+        return self._begins.loads
 
     def _resumable_end(self, is_there: BoolArray, first: int) -> int:
         """Return the last position in bool[groups, pages], at least `first`, with all values that
@@ -367,7 +362,7 @@ class RemoteTier:
             if end.succeeded:
                 self.num_put_blocks += put.num_blocks
             else:
-                self._leave_out(put)
+                _add_keys(self._left_out, put.pages)
             self._blocks.end_fetch(number)
         elif number in self._searches:
             search = self._searches.pop(number)
