@@ -20,8 +20,7 @@ from sgl_jax.core.step_plan import BoolArray
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.eviction.eviction_policy import EvictionPolicy
 from sgl_jax.mem_cache.tree.full_component import FullComponent
-from sgl_jax.mem_cache.tree.window_component import WindowComponent
-from sgl_jax.mem_cache.tree.window_order import WEIGHTS
+from sgl_jax.mem_cache.tree.window_component import WEIGHTS, WindowComponent
 from sgl_jax.mem_cache.tree_node import TreeNode, is_on_tree
 
 

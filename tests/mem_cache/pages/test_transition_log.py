@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from sgl_jax.mem_cache.pages.transition_log import MAX_CALLS, MAX_PAGES, TransitionLog
+from sgl_jax.mem_cache.pages.page_allocator import MAX_CALLS, MAX_PAGES, TransitionLog
 
 
 def pages(*ids: int) -> np.ndarray:
