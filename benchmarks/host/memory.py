@@ -37,7 +37,7 @@ class LoadedTree:
         """Match a request's prompt, allocate pages for the rest, insert it and unlock its nodes."""
         match = self.cache.match_prefix(tokens[:-1])
         own = self.allocator.alloc(len(tokens) // self.page_size - match.pages.shape[1], _ROW)
-        offer = LeaseOffer(_ROW, match.length, np.concatenate([match.pages[0], own])[None])
+        offer = LeaseOffer(_ROW, np.concatenate([match.pages[0], own])[None])
         kept = self.cache.accept(tokens, offer)
         for node in (match.node, kept.node if kept else None):
             if node is not None:
@@ -60,7 +60,7 @@ def bench_eviction(edge_pages: int, repeats: int) -> Iterator[Timing]:
     cache = RadixCache(FULL_ATTENTION, [allocator], 1)
     for first in range(0, num_pages, edge_pages):
         tokens = np.full(edge_pages, first, np.int32)
-        kept = cache.accept(tokens, LeaseOffer(_ROW, 0, allocator.alloc(edge_pages, _ROW)[None]))
+        kept = cache.accept(tokens, LeaseOffer(_ROW, allocator.alloc(edge_pages, _ROW)[None]))
         assert kept is not None
         assert kept.node is not None
         cache.unlock(kept.node)

@@ -107,7 +107,7 @@ class Replay:
             first, last = length // self.page_size, end // self.page_size
             for number, group in enumerate(self.groups):
                 pages[number, first:last] = self._take(last - first, group.pool)
-            offer = LeaseOffer(_ROW, length, pages[:, :last], node, first_pages=first_pages)
+            offer = LeaseOffer(_ROW, pages[:, :last], node, first_pages=first_pages)
             kept = self.cache.accept(tokens[:end], offer)
             assert kept is not None
             node = kept.node

@@ -37,7 +37,13 @@ def check_balance(memory: RankMemory, num_running: int | None = None) -> None:
 
 def find_imbalance(memory: RankMemory, num_running: int | None = None) -> str | None:
     """Describe the counts that disagree in `check_balance`; return None if they balance."""
-    return _imbalance(memory) or _ownerless(memory, num_running)
+    imbalance, num_idle = _imbalance(memory), memory.sessions.num_idle
+    if imbalance or num_running is None or len(memory.leases) == num_running + num_idle:
+        return imbalance
+    return (
+        f"{num_running} requests run and {num_idle} sessions are idle, but there are "
+        f"{len(memory.leases)} leases"
+    )
 
 
 def audit(memory: RankMemory, num_running: int | None = None) -> None:
@@ -138,16 +144,6 @@ def _num_own_snapshots(pages: Int32Array, protected_len: Int32Array, page_size: 
         for column in range(protected_len[row] // page_size, pages.shape[1]):
             count += pages[row, column] != 0
     return count
-
-
-def _ownerless(memory: RankMemory, num_running: int | None) -> str | None:
-    num_idle = memory.sessions.num_idle
-    if num_running is None or len(memory.leases) == num_running + num_idle:
-        return None
-    return (
-        f"{num_running} requests run and {num_idle} sessions are idle, but there are "
-        f"{len(memory.leases)} leases"
-    )
 
 
 def _defect_error(memory: RankMemory, findings: Sequence[Finding]) -> LedgerError:

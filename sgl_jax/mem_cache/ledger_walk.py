@@ -5,16 +5,8 @@ continues after the first finding.
 
 For an engine that is never idle, the walk pauses between slices. A slice compares records between
 two steps, so it is exact although steps run between slices. Each is bounded in entries and takes a
-few milliseconds at most:
-
-- once: the holders of rows and leases, the pages locked by leases, and, for each pool, the free
-  list and the pages of rows (vectorized);
-- some rows at a time: their columns;
-- some leases at a time: their prefix, compared with the path that they have locked;
-- some nodes at a time: `CacheWalk`.
-
-Only `find_defects` checks the cursors of waiting requests, and the sums and order of the eviction
-sets.
+few milliseconds at most. Only `find_defects` checks the cursors of waiting requests, and the sums
+and order of the eviction sets.
 """
 
 from collections.abc import Callable, Iterable, Iterator

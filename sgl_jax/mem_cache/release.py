@@ -1,12 +1,6 @@
 """The only code that frees a request's pages.
 
-- `publish_prefix` offers written pages to the prefix cache while the request continues.
-- `free_tail` frees slots that were reserved ahead but are not needed.
-- `free_passed_window_pages` frees pages that windows have passed.
-- `adopt_prefix` frees pages with tokens that the tree also holds.
-- `release_kv_cache` publishes a prefix too, and frees all the rest. Finish, stop, abort, retract,
-  disconnect, error and shutdown all end a lease here.
-
+Finish, stop, abort, retract, disconnect, error and shutdown all end a lease in `release_kv_cache`.
 If the lease is a session's, the session keeps the part that its next turn can resume:
 `resume_lease` passes it to that turn, and `release_idle_lease` ends it when the session is closed
 or evicted.
@@ -66,7 +60,7 @@ def _hand_to_tree(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> Int
         return np.zeros((rows.num_groups, 0), np.int32)
     offered = lease.pages(page_size, 0, length)
     firsts = _first_pages(memory, lease)
-    offer = LeaseOffer(lease.row, protected, offered, lease.node, lease.namespace, firsts)
+    offer = LeaseOffer(lease.row, offered, lease.node, lease.namespace, firsts)
     kept = memory.cache.accept(tokens[:length], offer)
     if kept is None:
         return np.zeros((rows.num_groups, 0), np.int32)

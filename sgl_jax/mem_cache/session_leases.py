@@ -1,11 +1,8 @@
 """The leases that streaming sessions keep between their turns, on one rank.
 
-While a turn runs, its request holds the lease, and only the session is recorded here. At the end of
-the turn the session takes the lease back (`check_in`, called by `release_kv_cache`), including
-row, pages and locks. So the next turn starts at the end of the last one.
-
-This file owns the map from sessions to leases, and the order of their last use. It never frees a
-page, and never reads tokens or turns.
+While a turn runs, its request holds the lease. At the end of the turn the session takes the lease
+back (`check_in`), including row, pages and locks. So the next turn starts at the end of the last
+one. This file never frees a page, and never reads tokens or turns.
 """
 
 from collections import OrderedDict

@@ -93,7 +93,7 @@ class FrameBuilder:
             "ranks": ranks,
             "waiting": snapshot["waiting"],
             "num_waiting_left_out": snapshot["num_waiting_left_out"],
-            "sessions": [_session(session) for session in snapshot["sessions"]],
+            "sessions": snapshot["sessions"],
             "num_sessions_left_out": snapshot["num_sessions_left_out"],
             "marks": self._new_marks(snapshot),
         }
@@ -264,14 +264,3 @@ def _host_states(pool: Snapshot) -> dict[str, int]:
 def _rows_of(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     values = zip(*columns.values(), strict=True)
     return [dict(zip(columns, row, strict=True)) for row in values]
-
-
-def _session(session: Mapping[str, Any]) -> dict[str, Any]:
-    forked_from, rollbacks = session["forked_from"], session["rollbacks"]
-    fields = {name: value for name, value in session.items() if name != "rollbacks"}
-    if forked_from is not None:
-        fields["forked_from"] = {"session_id": forked_from[0], "num_turns": forked_from[1]}
-    return {
-        **fields,
-        "undone": [{"after_turns": kept, "num_turns": undone} for kept, undone in rollbacks],
-    }

@@ -266,10 +266,10 @@ def _session(session: Session, memory: RankMemory | None, row: int | None) -> di
         listed = memory.by_pool(lease.pages(memory.page_size))[0]
         pages_held = len(listed)
         pages_freed = int((memory.locked[0].num_locks()[listed] <= 1).sum())
-    is_streaming = isinstance(session, StreamingSession)
+    source = session.forked_from
     return {
         "session_id": session.session_id,
-        "is_streaming": is_streaming,
+        "is_streaming": isinstance(session, StreamingSession),
         "turns": [
             {
                 "name": turn.name,
@@ -279,8 +279,10 @@ def _session(session: Session, memory: RankMemory | None, row: int | None) -> di
             for turn in turns
         ],
         "num_left_out": session.num_turns - len(turns),
-        "forked_from": session.forked_from if isinstance(session, StreamingSession) else None,
-        "rollbacks": list(session.rollbacks) if isinstance(session, StreamingSession) else [],
+        "forked_from": source and {"session_id": source[0], "num_turns": source[1]},
+        "undone": [
+            {"after_turns": kept, "num_turns": undone} for kept, undone in session.rollbacks
+        ],
         "num_tokens": session.num_tokens,
         "is_running": session.num_running > 0,
         "dp_rank": None if memory is None else memory.dp_rank,

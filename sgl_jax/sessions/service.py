@@ -1,8 +1,4 @@
-"""Handle the calls about sessions, and keep histories and memory consistent.
-
-Decides the order of changes when a session is opened, closed, forked or rolled back. A turn is an
-ordinary request; the service uses only the fields in `TurnRequest`.
-"""
+"""Handle the calls about sessions, and keep histories and memory consistent."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar

@@ -1,8 +1,4 @@
-"""The open sessions by id, and the rules of opening, closing and time-outs for all kinds.
-
-The store records the last use of each session, and which sessions close as soon as a turn ends.
-`streaming.py` and `tree.py` apply turns to a conversation.
-"""
+"""The open sessions by id, and the rules of opening, closing and time-outs for all kinds."""
 
 import heapq
 import itertools

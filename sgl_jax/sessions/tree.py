@@ -93,6 +93,10 @@ class SavedNode(NamedTuple):
 class RegularSession:
     """A tree of turns, each with a client's name by which later turns can continue it."""
 
+    # It is never forked or rolled back.
+    forked_from: tuple[str, int] | None = None
+    rollbacks: tuple[tuple[int, int], ...] = ()
+
     def __init__(self, opened: OpenSession) -> None:
         self.session_id = opened.session_id
         self.capacity = opened.capacity_of_str_len

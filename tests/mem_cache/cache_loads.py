@@ -156,7 +156,7 @@ class Replay:
         node = match.node
         if len(own):
             pages = np.concatenate([match.pages[0], own])
-            offer = LeaseOffer(ROW, match.length, pages[None], node)
+            offer = LeaseOffer(ROW, pages[None], node)
             kept = self.cache.accept(tokens[: len(pages) * self.page_size], offer)
             assert kept is not None
             node = kept.node

@@ -33,7 +33,7 @@ class Prompts:
         pages = np.zeros((2, len(prompt)), np.int32)
         pages[FULL] = self.pools[FULL].alloc(len(prompt), ROW)
         pages[WINDOW, window_from:] = self.pools[WINDOW].alloc(len(prompt) - window_from, ROW)
-        kept = self.cache.accept(tokens(prompt), LeaseOffer(ROW, 0, pages))
+        kept = self.cache.accept(tokens(prompt), LeaseOffer(ROW, pages))
         assert kept is not None
         assert kept.node is not None
         for pool, own, taken in zip(self.pools, pages, kept.pages, strict=True):

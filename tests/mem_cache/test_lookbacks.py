@@ -112,7 +112,7 @@ class LookbackMachine(RuleBasedStateMachine):
             node, firsts = self.nodes.pop(i), lock.firsts
             model.locks.pop(i)
         given = None if lock is None else firsts
-        offer = LeaseOffer(ROW, owned_from, offered, node, namespace, given)
+        offer = LeaseOffer(ROW, offered, node, namespace, given)
         kept = self.cache.accept(array_of(tokens), offer)
         assert kept is not None
         assert kept.node is not None

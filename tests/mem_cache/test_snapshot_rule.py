@@ -35,7 +35,7 @@ class Prompts:
         pages[FULL] = self.pools[FULL].alloc(len(prompt), ROW)
         is_kept = np.array([letter.isupper() for letter in prompt])
         pages[STATES, is_kept] = self.pools[STATES].alloc(int(is_kept.sum()), ROW)
-        kept = self.cache.accept(tokens(prompt), LeaseOffer(ROW, 0, pages))
+        kept = self.cache.accept(tokens(prompt), LeaseOffer(ROW, pages))
         assert kept is not None
         assert kept.node is not None
         for pool, own, taken in zip(self.pools, pages, kept.pages, strict=True):

@@ -402,8 +402,8 @@ MUTATIONS = (
     Mutation(
         "namespaces: publish under the default one",
         _RELEASE,
-        "LeaseOffer(lease.row, protected, offered, lease.node, lease.namespace, firsts)",
-        'LeaseOffer(lease.row, protected, offered, lease.node, "", firsts)',
+        "LeaseOffer(lease.row, offered, lease.node, lease.namespace, firsts)",
+        'LeaseOffer(lease.row, offered, lease.node, "", firsts)',
     ),
     Mutation(
         "namespaces: match the default one",

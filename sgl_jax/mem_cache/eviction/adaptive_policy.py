@@ -189,9 +189,6 @@ class AdaptivePolicy(EvictionPolicy):
             self._shadows.end_path()
             self._path_end = None
 
-    def split(self, upper: TreeNode, lower: TreeNode) -> None:
-        upper.num_uses = lower.num_uses
-
     def drop(self, leaf: TreeNode, keep_tokens: int, now: int) -> None:
         if keep_tokens and self._is_kept(leaf):
             self.add(leaf)  # the leading shadow may not hold the new end

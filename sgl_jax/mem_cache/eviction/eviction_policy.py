@@ -1,8 +1,7 @@
 """The order in which the prefix tree evicts leaves: least recently used, or a subclass's order.
 
-The tree reports each use and each eviction to its policy. The FULL component reports which leaves
-are evictable, and requests the next victim. A policy decides only the order: matches depend only on
-tokens, and locked pages stay in every state of the policy.
+A policy decides only the order: matches depend only on tokens, and locked pages stay in every state
+of the policy.
 
 Ages use the tree's logical clock, never wall time, so that all hosts evict in the same order.
 """
@@ -73,9 +72,6 @@ class EvictionPolicy:
 
     def use(self, node: TreeNode, now: int) -> None:
         """Record a use of `node` by a request, before `last_access` is updated."""
-
-    def split(self, upper: TreeNode, lower: TreeNode) -> None:
-        """Record that the first part of `lower`'s edge has moved to the new node `upper`."""
 
     def drop(self, leaf: TreeNode, keep_tokens: int, now: int) -> None:
         """Record that `leaf` is about to lose its edge's tokens past the first `keep_tokens`."""

@@ -1,8 +1,4 @@
-"""A set of evictable items, oldest first.
-
-Items are ordered by the logical clock of the last use, then by id. Wall time is not used, so that
-all hosts evict in the same order and a run can be replayed.
-"""
+"""A set of evictable items, oldest first."""
 
 import heapq
 from typing import Generic, Protocol, TypeVar
@@ -21,7 +17,7 @@ T = TypeVar("T", bound=Aged)
 
 
 class EvictionQueue(Generic[T]):
-    """A set that finds its oldest item in O(log n).
+    """A set that finds its oldest item, by the clock of its last use and its id, in O(log n).
 
     It is a heap with lazy deletion: an entry counts only if its item is a member and still has the
     age of the entry. Stale entries are removed once they outnumber the members.

@@ -144,7 +144,7 @@ class CpuPool:
                 blocks = blocks[:, : before + is_found.shape[1]].copy()
                 blocks[:, before:][~is_found] = 0
             tokens = copy.tokens[: blocks.shape[1] * self.page_size]
-            offer = LeaseOffer(number, before * self.page_size, blocks, copy.node, copy.namespace)
+            offer = LeaseOffer(number, blocks, copy.node, copy.namespace)
             kept = self.cache.accept(tokens, offer)
             if kept is not None:
                 node, added = kept.node, kept.pages

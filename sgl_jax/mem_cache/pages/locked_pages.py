@@ -1,8 +1,8 @@
-"""Counts of the leases with a lock on each page of the tree.
+"""Counts of the leases with a lock on each page.
 
 The tree counts locks by node, not by holder. This file counts locks of running requests and of idle
 sessions separately, so the number of pages that only idle sessions hold is available without a
-visit to any session. Each call costs O(pages of one lease).
+visit to any session: an idle session also locks the pages that it owns.
 """
 
 import numpy as np

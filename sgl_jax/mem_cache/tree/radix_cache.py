@@ -1,8 +1,6 @@
 """The prefix cache of a rank: it keeps the KV of token prefixes between requests.
 
-`peek` is read-only (for routing and admission). `match_prefix` locks its match and needs one
-`unlock` for each call. A prefix is stored under a namespace, "" by default, and found only under
-that namespace. `ChunkCache` keeps nothing.
+A prefix is stored under a namespace, "" by default, and found only under that namespace.
 
 Pages are int32[groups, n], a row for each cache group of the model. A match ends at a resumable
 position: FULL groups have all its pages, a window the pages that the next token reads. A lease
@@ -224,7 +222,7 @@ class RadixCache:
 
     def next_key(self, node: TreeNode | None, tokens: Int32Array, namespace: str) -> bytes | None:
         """Return the key of `node`'s (None: the root's) child for `tokens`, a page or more."""
-        return self.tree.child_key(node or self.tree.root, tokens, namespace)
+        return self.tree.key_at(node.end if node else 0, tokens, namespace)
 
     def is_awaited(self, node: TreeNode | None, next_key: bytes | None) -> bool:
         """Return whether a child under `next_key` after `node` would be useful if accepted: a

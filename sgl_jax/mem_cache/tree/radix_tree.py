@@ -90,25 +90,19 @@ class RadixTree:
         is_of_parent = parent is self.root or parent.namespace == node.namespace
         return is_of_parent and node.child_key == key and parent.children.get(key) is node
 
-    def child_key(self, parent: TreeNode, tokens: Int32Array, namespace: str) -> bytes:
-        """Return the key in `parent.children` of the edge that begins with `tokens`, a page or
-        more.
-
-        The first page has a fixed length, so no two pairs of page and namespace share a key.
-        """
-        return self.key_at(parent.end, tokens, namespace)
-
     def own_key(self, node: TreeNode) -> bytes:
         """Return the `child_key` that `node` must have. In the key of the highest withdrawn node of
         a path, bytes that no namespace has follow the first page, so that no lookup finds it."""
         parent = parent_of(node)
-        key = self.child_key(parent, node.key, node.namespace)
+        key = self.key_at(parent.end, node.key, node.namespace)
         if node.is_withdrawn and not parent.is_withdrawn:
             key += b"\xff%d" % node.node_id
         return key
 
     def key_at(self, start: int, tokens: Int32Array, namespace: str) -> bytes:
-        """Return the `child_key` for a parent that ends at `start`."""
+        """Return the key of the edge that begins with `tokens`, a page or more, in the children of
+        a node that ends at `start`. The first page has a fixed length, so no two pairs of page and
+        namespace share a key."""
         first_page = tokens[: self.page_size].tobytes()
         return first_page if start else first_page + namespace.encode()
 
@@ -171,7 +165,7 @@ class RadixTree:
         return node
 
     def add_child(self, parent: TreeNode, key: Int32Array, namespace: str) -> TreeNode:
-        child_key = self.child_key(parent, key, namespace)
+        child_key = self.key_at(parent.end, key, namespace)
         child = self._new_node(key, parent, child_key, namespace)
         child.page_hashes = self._hasher.hashes(key, self.hash_before(child))
         parent.children[child_key] = child
@@ -252,7 +246,7 @@ class RadixTree:
         if matched <= length:
             return
         above = self.node_at(node, length)
-        top = above.children[self.child_key(above, tokens[length:], namespace)]
+        top = above.children[self.key_at(above.end, tokens[length:], namespace)]
         for each in self.nodes(top):
             if not each.is_withdrawn and self.block_log is not None:
                 self.block_log.removed(each.page_hashes)
@@ -292,23 +286,21 @@ class RadixTree:
         parent = parent_of(lower)
         key, namespace = lower.key[:num_tokens].copy(), lower.namespace
         upper = self._new_node(key, parent, lower.child_key, namespace)
-        upper.last_access = lower.last_access
+        upper.last_access, upper.num_uses = lower.last_access, lower.num_uses
         if self.resumable is not None:
-            upper.read.last_access = lower.read.last_access
-            upper.read.num_uses = upper.num_uses = lower.num_uses
+            upper.read.last_access, upper.read.num_uses = lower.read.last_access, lower.num_uses
         parent.children[upper.child_key] = upper
         lower.key = lower.key[num_tokens:].copy()
         cut = num_tokens // self.page_size
         upper.page_hashes = lower.page_hashes[:cut].copy()
         lower.page_hashes = lower.page_hashes[cut:].copy()
         lower.parent = upper
-        lower.child_key = self.child_key(upper, lower.key, namespace)
+        lower.child_key = self.key_at(upper.end, lower.key, namespace)
         upper.children[lower.child_key] = lower
         for component in self.components:
             component.split(upper, lower)
         if self.resumable is not None:
             self.resumable.split(upper, lower)
-        self.policy.split(upper, lower)
         self.cursors.node_split(upper, lower)
         return upper
 

@@ -1,10 +1,7 @@
 """The pages of one cache group on the prefix tree.
 
-The tree core (`radix_tree.py`) owns tokens, edges and splits. Components, one per
-cache group, own the values of edges: FULL attention needs every page before a position, a window
-only its lookback. Each component has an index in `TreeNode.values` and `TreeNode.locks`. Component
-0 is always FULL's or, for models without a full layer, `BareTokens` (`full_component.py`): its
-locks hold the path itself.
+FULL attention needs every page before a position, a window only its lookback. Component 0 is always
+FULL's or, for models without a full layer, `BareTokens`: its locks hold the path itself.
 """
 
 from abc import ABC, abstractmethod
@@ -26,10 +23,9 @@ FirstPages = Sequence[int] | Int32Array | None
 class LeaseOffer(NamedTuple):
     """A lease's pages for the prefix [0, len(tokens)), from which components take missing pages."""
 
-    owner: int  # row that owns the pages from `owned_from` on
-    owned_from: int  # tokens; before it the pages already belong to the tree
+    owner: int  # row that owns the pages after `node`
     pages: Int32Array  # [groups, len(tokens) / page_size]; 0 for pages the lease has released
-    node: TreeNode | None = None  # locked by the lease; `owned_from` is its end
+    node: TreeNode | None = None  # locked by the lease; before its end, the tree owns the pages
     namespace: str = ""  # namespace of the lease
     first_pages: FirstPages = None  # first pages locked at `node`, and needed below it
 

@@ -58,7 +58,7 @@ class RadixCacheMachine(RuleBasedStateMachine):
         own = self.allocator.alloc(num_fresh, ROW)
         shared = np.array(self.model.pages_of(tokens[:owned_from]), np.int32)
         offered = np.concatenate([shared, own])
-        offer = LeaseOffer(ROW, owned_from, offered[None], node, namespace_of(tokens))
+        offer = LeaseOffer(ROW, offered[None], node, namespace_of(tokens))
         kept = self.cache.accept(array_of(tokens), offer)
         num_known = 0 if node is None else owned_from // self.page_size
         for prefix, page in zip(self.model.prefixes(tokens), offered.tolist(), strict=True):
@@ -218,7 +218,7 @@ def cache_with(*sequences: Tokens, allocator: PageAllocator | None = None) -> Ra
     cache = RadixCache(FULL_ATTENTION, [allocator], 1, eviction_policy="lru")
     for tokens in sequences:
         offered = allocator.alloc(len(tokens), ROW)
-        kept = cache.accept(array_of(tokens), LeaseOffer(ROW, 0, offered[None]))
+        kept = cache.accept(array_of(tokens), LeaseOffer(ROW, offered[None]))
         assert kept.node is not None
         allocator.free(offered[offered != kept.pages[0]], ROW)
         cache.unlock(kept.node)
@@ -278,7 +278,7 @@ def test_eviction_never_reaches_what_a_lock_deeper_down_needs() -> None:
 def accept_again(cache: RadixCache, allocator: PageAllocator, tokens: Tokens) -> TreeNode:
     """Offer fresh pages for `tokens`; the node that ends there is locked."""
     pages = allocator.alloc(len(tokens), ROW)
-    kept = cache.accept(array_of(tokens), LeaseOffer(ROW, 0, pages[None]))
+    kept = cache.accept(array_of(tokens), LeaseOffer(ROW, pages[None]))
     assert kept is not None
     assert kept.node is not None
     allocator.free(pages[pages != kept.pages[0]], ROW)
@@ -326,7 +326,7 @@ def test_nothing_joins_a_withdrawn_path() -> None:
     cache.withdraw(array_of((1, 2, 3, 4)), "", 0)
     locks = [(upper, None), (lower, None)]
     tokens = array_of((1, 2, 3, 4, 5))
-    assert cache.accept(tokens, LeaseOffer(ROW, 4, np.zeros((1, 5), np.int32), lower)) is None
+    assert cache.accept(tokens, LeaseOffer(ROW, np.zeros((1, 5), np.int32), lower)) is None
     assert cache.peek(tokens, "", upper) == 2, "what is below is withdrawn, too"
     key = cache.next_key(upper, tokens[2:], "")
     assert not cache.is_awaited(upper, key), "nor is it published again and again"
