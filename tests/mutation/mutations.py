@@ -2145,8 +2145,8 @@ MUTATIONS = (
     Mutation(
         "shorten those alone that stand at the end of a leaf",
         _STOPS,
-        "        return [*at_end, *self.within.values()]\n",
-        "        return [*at_end]\n",
+        "        return list(self._cursors.get(node.node_id, {}).values())\n",
+        "        return list(self._cursors.get(node.node_id, {}).values())[:1]\n",
     ),
     Mutation(
         "leave a cursor though a new child continues it",
@@ -2169,8 +2169,8 @@ MUTATIONS = (
     Mutation(
         "give the place of a node where cursors are away",
         _STOPS,
-        "        if stop.at_end is None and not stop.within:\n",
-        "        if stop.at_end is None:\n",
+        "        if not self._cursors[node_id]:\n",
+        "        if node_id not in self._at_end:\n",
     ),
     Mutation(
         "extend a cursor by a part of a page",

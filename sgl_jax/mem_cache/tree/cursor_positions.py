@@ -8,22 +8,6 @@ from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
 from sgl_jax.mem_cache.tree_node import TreeNode
 
 
-class _Stop:
-    """A node, at `place` in `CursorPositions.nodes`, with live cursors at its end or edge."""
-
-    __slots__ = ("at_end", "node", "place", "within")
-
-    def __init__(self, node: TreeNode, place: int) -> None:
-        self.node = node
-        self.place = place
-        self.at_end: PrefixCursor | None = None
-        self.within: dict[int, PrefixCursor] = {}
-
-    def cursors(self) -> list[PrefixCursor]:
-        at_end = [] if self.at_end is None else [self.at_end]
-        return [*at_end, *self.within.values()]
-
-
 class CursorPositions:
     """The places of a tree's cursors. `nodes` holds the node of each place, None if it is unused.
     To change a cursor's `at` or `reached`, take it out before and put it back after."""
@@ -31,56 +15,52 @@ class CursorPositions:
     def __init__(self) -> None:
         self.nodes: list[TreeNode | None] = []
         self._free_places: list[int] = []
-        self._by_node: dict[int, _Stop] = {}  # by node id
+        # By node id, for nodes with cursors.
+        self._places: dict[int, int] = {}
+        self._cursors: dict[int, dict[int, PrefixCursor]] = {}  # by number
+        self._at_end: dict[int, PrefixCursor] = {}
 
     def __len__(self) -> int:
-        return sum(len(stop.cursors()) for stop in self._by_node.values())
+        return sum(map(len, self._cursors.values()))
 
     def put(self, cursor: PrefixCursor, node: TreeNode) -> int:
         """Put the cursor on `node`, at its length `reached`; return the node's place."""
-        stop = self._by_node.get(node.node_id) or self._new_stop(node)
+        node_id = node.node_id
+        if node_id not in self._places:
+            if not self._free_places:
+                self._free_places.append(len(self.nodes))
+                self.nodes.append(None)
+            place = self._places[node_id] = self._free_places.pop()
+            self.nodes[place], self._cursors[node_id] = node, {}
+        self._cursors[node_id][cursor.number] = cursor
         if cursor.reached == node.end:
-            stop.at_end = cursor
-        else:
-            stop.within[cursor.number] = cursor
-        return stop.place
+            self._at_end[node_id] = cursor
+        return self._places[node_id]
 
     def take_out(self, cursor: PrefixCursor) -> None:
         assert cursor.at is not None, "the cursor is not live"
-        stop = self._by_node[cursor.at.node_id]
-        if stop.at_end is cursor:
-            stop.at_end = None
-        else:
-            del stop.within[cursor.number]
-        if stop.at_end is None and not stop.within:
-            del self._by_node[stop.node.node_id]
-            self.nodes[stop.place] = None
-            self._free_places.append(stop.place)
+        node_id = cursor.at.node_id
+        del self._cursors[node_id][cursor.number]
+        if self._at_end.get(node_id) is cursor:
+            del self._at_end[node_id]
+        if not self._cursors[node_id]:
+            del self._cursors[node_id]
+            place = self._places.pop(node_id)
+            self.nodes[place] = None
+            self._free_places.append(place)
 
     def at_end(self, node: TreeNode) -> PrefixCursor | None:
-        stop = self._by_node.get(node.node_id)
-        return None if stop is None else stop.at_end
+        return self._at_end.get(node.node_id)
 
     def cursors(self, node: TreeNode) -> list[PrefixCursor]:
-        stop = self._by_node.get(node.node_id)
-        return [] if stop is None else stop.cursors()
+        return list(self._cursors.get(node.node_id, {}).values())
 
     def place(self, cursor: PrefixCursor) -> int | None:
         """Return the place of a live cursor; None if it is not listed at its node."""
-        node = cursor.node
-        stop = self._by_node.get(node.node_id)
-        if stop is None or self.nodes[stop.place] is not node:
+        node, node_id = cursor.node, cursor.node.node_id
+        place = self._places.get(node_id)
+        is_at_end = self._at_end.get(node_id) is cursor
+        is_listed = self._cursors.get(node_id, {}).get(cursor.number) is cursor
+        if place is None or self.nodes[place] is not node or not is_listed:
             return None
-        is_at_end = cursor.reached == node.end
-        if (stop.at_end is cursor) != is_at_end or (cursor.number in stop.within) == is_at_end:
-            return None
-        return stop.place
-
-    def _new_stop(self, node: TreeNode) -> _Stop:
-        if not self._free_places:
-            self._free_places.append(len(self.nodes))
-            self.nodes.append(None)
-        stop = _Stop(node, self._free_places.pop())
-        self._by_node[node.node_id] = stop
-        self.nodes[stop.place] = node
-        return stop
+        return place if is_at_end == (cursor.reached == node.end) else None
