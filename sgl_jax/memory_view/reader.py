@@ -85,30 +85,40 @@ class MemoryReader:
     def describe_page(self, message: DescribePage) -> PageDescription:
         """Return the description of a page. Raises `InvalidRequestError` if it does not exist."""
         rank = self._rank_of(message.dp_rank)
-        memory, num_pools = rank.memory, len(rank.memory.allocators)
-        tier = rank.host.tier
+        memory, tier, page = rank.memory, rank.host.tier, message.page
+        num_pools = len(memory.allocators)
         num_host_pools = len(tier.blocks.allocators) if tier is not None else 0
         check_between("pool", message.pool, 0, num_pools + num_host_pools - 1)
-        if tier is not None and message.pool >= num_pools:
-            return _describe_block(tier.blocks, message.pool - num_pools, message.page)
-        allocator = memory.allocators[message.pool]
-        check_between("page", message.page, 0, allocator.num_pages - 1)
-        owner = int(allocator.owners()[message.page])
+        blocks = tier.blocks if tier is not None and message.pool >= num_pools else None
+        pool = message.pool if blocks is None else message.pool - num_pools
+        allocator = (blocks or memory).allocators[pool]
+        check_between("page", page, 0, allocator.num_pages - 1)
+        locks = memory.locked[pool].num_locks() if blocks is None else blocks.num_locks(pool)
+        owner, holder = int(allocator.owners()[page]), "row" if blocks is None else "transfer"
         tokens = rid = node = None
         if owner == TREE:
-            node, tokens = _node_of(memory.cache, message.pool, message.page)
-        elif owner > 0:
-            tokens = _tokens_of(memory, message.pool, message.page, owner)
+            node, tokens = _node_of((blocks or memory).cache, pool, page)
+        elif owner > 0 and blocks is None:
+            tokens = _tokens_of(memory, pool, page, owner)
             rid = rank.running.rids[owner] or None
+        moves = allocator.transitions()
         return PageDescription(
-            owner=describe_owner(owner),
+            owner=describe_owner(owner, holder),
             tokens=tokens,
             rid=rid,
-            session_id=_sessions_by_row(memory).get(owner),
-            node=None if node is None else node.node_id,
-            num_locks=int(memory.locked[message.pool].num_locks()[message.page]),
+            session_id=None if blocks is not None else _sessions_by_row(memory).get(owner),
+            # The page shows no tree of CPU memory.
+            node=None if node is None or blocks is not None else node.node_id,
+            num_locks=int(locks[page]),
             last_access=None if node is None else node.last_access,
-            **_history(allocator, message.page),
+            clock=allocator.clock,
+            moves=[
+                PageMove(move.clock, move.action, describe_owner(mover, holder))
+                for move in moves
+                for moved, mover in each_page(move)
+                if moved == page
+            ],
+            is_whole=not moves or moves[0].clock == 1,
         )
 
     def find_prefix(self, message: FindPrefix) -> PrefixFound:
@@ -221,7 +231,10 @@ def _leases(rank: RankScheduler, has_tokens: bool) -> dict[str, Any]:
     sessions = _sessions_by_row(memory)
     requests = [running.requests[row] for row in rows.tolist()]
     idle = {lease.row for _, lease in memory.sessions.idle()}
-    known, prompts = running.known_len[rows], running.prompt_len[rows]
+    has_request = np.array([request is not None for request in requests], np.bool_)
+    prompts, known = (
+        np.where(has_request, lens[rows], 0) for lens in (running.prompt_len, running.known_len)
+    )
     columns = {
         "row": rows.tolist(),
         "rid": [None if request is None else request.rid for request in requests],
@@ -230,14 +243,8 @@ def _leases(rank: RankScheduler, has_tokens: bool) -> dict[str, Any]:
         "protected": table.cache_protected_len[rows].tolist(),
         "committed": table.kv_committed_len[rows].tolist(),
         "allocated": table.kv_allocated_len[rows].tolist(),
-        "prompt_len": [
-            0 if request is None else length
-            for request, length in zip(requests, prompts.tolist(), strict=True)
-        ],
-        "num_output": [
-            0 if request is None else length
-            for request, length in zip(requests, (known - prompts).tolist(), strict=True)
-        ],
+        "prompt_len": prompts.tolist(),
+        "num_output": (known - prompts).tolist(),
         "num_retractions": [
             0 if request is None else request.num_retractions for request in requests
         ],
@@ -357,36 +364,6 @@ def _runs(is_set: BoolArray) -> list[list[int]]:
         borders.append(len(is_set))
     firsts, ends = borders[::2], borders[1::2]
     return [[first, end - first] for first, end in zip(firsts, ends, strict=True)]
-
-
-def _describe_block(blocks: CpuPool, pool: int, block: int) -> PageDescription:
-    """Return the description of a page in CPU memory, without its tree."""
-    allocator = blocks.allocators[pool]
-    check_between("page", block, 0, allocator.num_pages - 1)
-    owner = int(allocator.owners()[block])
-    node, tokens = _node_of(blocks.cache, pool, block) if owner == TREE else (None, None)
-    return PageDescription(
-        owner=describe_owner(owner, "transfer"),
-        tokens=tokens,
-        rid=None,
-        session_id=None,
-        node=None,
-        num_locks=int(blocks.num_locks(pool)[block]),
-        last_access=None if node is None else node.last_access,
-        **_history(allocator, block, "transfer"),
-    )
-
-
-def _history(allocator: PageAllocator, page: int, holder: str = "row") -> dict[str, Any]:
-    moves = allocator.transitions()
-    of_page = [
-        PageMove(move.clock, move.action, describe_owner(mover, holder))
-        for move in moves
-        for moved, mover in each_page(move)
-        if moved == page
-    ]
-    is_whole = not moves or moves[0].clock == 1
-    return {"clock": allocator.clock, "moves": of_page, "is_whole": is_whole}
 
 
 def _node_of(

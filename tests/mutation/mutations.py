@@ -3077,8 +3077,8 @@ MUTATIONS = (
     Mutation(
         "view: a history seems whole after moves were forgotten",
         _READER,
-        "is_whole = not moves or moves[0].clock == 1",
-        "is_whole = True",
+        "is_whole=not moves or moves[0].clock == 1",
+        "is_whole=True",
     ),
     Mutation(
         "view: count output from before a retract in a rate",

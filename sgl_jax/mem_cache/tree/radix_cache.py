@@ -384,21 +384,15 @@ class RadixCache:
         return True
 
     def make_room(self, counts: Sequence[int], num_ahead: Sequence[int] | None = None) -> bool:
-        """Evict until each pool has `counts[pool]` free pages; return whether it has.
-
-        If a pool has too few pages to evict, evict nothing of it and of the pools after it. If a
-        pool lacks pages, `num_ahead[pool]` more than it lacks are evicted.
-        """
+        """Evict until each pool has `counts[pool]` free pages, and `num_ahead[pool]` more if any
+        lack. If a pool has too few pages to evict, evict nothing of it and return False."""
         for pool, (count, allocator) in enumerate(zip(counts, self.allocators, strict=True)):
             deficit = count - allocator.num_free
             if deficit > self.num_evictable[pool]:
                 return False
             if deficit > 0:
                 self.evict(deficit + (num_ahead[pool] if num_ahead else 0), pool)
-        return all(
-            count <= allocator.num_free
-            for count, allocator in zip(counts, self.allocators, strict=True)
-        )
+        return True
 
     def reset(self) -> None:
         """Evict everything and reset the policy. Raise `LedgerError` if a lock is held."""
