@@ -3319,8 +3319,8 @@ MUTATIONS = (
     Mutation(
         "store: keep pages behind a missing one",
         _STORE,
-        "is_found=is_found[:, :num_pages]",
-        "is_found=is_found",
+        "                is_found = is_found[:, :num_pages]\n",
+        "",
     ),
     Mutation(
         "store: keep the lock after a put",
@@ -3367,14 +3367,14 @@ MUTATIONS = (
     Mutation(
         "store: wait forever for a prefix that is not there",
         _STORE,
-        "                self._waits_no_more(search)\n",
-        "                pass\n",
+        "                self._waits_no_more(each)\n                self._search",
+        "                self._search",
     ),
     Mutation(
         "store: wait forever for a load",
         _STORE,
-        "            self._waits_no_more(load)\n",
-        "",
+        "                self._waits_no_more(each)\n                num",
+        "                num",
     ),
     Mutation(
         "store: keys without a namespace",
@@ -3560,8 +3560,8 @@ MUTATIONS = (
     Mutation(
         "not finite: load a withdrawn prefix from the store",
         _STORE,
-        "self._flags(search, end) & self._may_load(search)",
-        "self._flags(search, end)",
+        "            is_found &= [key.tobytes() not in self.withdrawn for key in each.keys[0]]\n",
+        "",
     ),
     # -- the walk in slices
     Mutation(

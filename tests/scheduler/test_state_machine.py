@@ -262,7 +262,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """No request waits for it any more; it ends later."""
         for rank in self.driver.scheduler.ranks:
             if rank.host.store is not None:
-                under_way = sorted({**rank.host.store._searches, **rank.host.store._loads})
+                under_way = sorted(rank.host.store._moving)
                 if under_way:
                     number = data.draw(st.sampled_from(under_way))
                     self.driver.scheduler.handle(StoreOverdue(rank.dp_rank, number))

@@ -54,6 +54,7 @@ class _Load(NamedTuple):
     keys: Keys  # [groups, pages, bytes], from page `first` on
     first: int
     is_moved: BoolArray  # [groups, pages], from page `first` on: the values to move
+    is_load: bool = False
 
 
 class _Put(NamedTuple):
@@ -114,9 +115,8 @@ class RemoteTier:
         self.num_loaded_tokens = 0
         self.num_put_blocks = 0
         self.is_suspended = False
-        self._searches: dict[int, _Load] = {}
-        self._loads: dict[int, _Load] = {}
-        self._under_way: dict[bytes, int] = {}  # lookups and loads, by the key of their first page
+        self._moving: dict[int, _Load] = {}  # lookups and loads, by transfer number
+        self._under_way: dict[bytes, int] = {}  # the same, by the key of their first page
         # By transfer number.
         self._dependents: defaultdict[int, list[_Dependent]] = defaultdict(list)
         self._puts: dict[int, _Put] = {}
@@ -144,14 +144,13 @@ class RemoteTier:
 
     @property
     def _may_restore(self) -> bool:
-        num_moving = len(self._searches) + len(self._loads)
-        return bool(self._restored) and num_moving < _MAX_RESTORED and not self.is_suspended
+        has_slots = len(self._moving) < _MAX_RESTORED and not self.is_suspended
+        return bool(self._restored) and has_slots
 
     @property
     def is_restoring(self) -> bool:
-        moving = (*self._searches.values(), *self._loads.values())
         may_come = self._restored and not self.is_suspended
-        return bool(may_come or any(each.waiter is None for each in moving))
+        return bool(may_come or any(each.waiter is None for each in self._moving.values()))
 
     def take(self) -> Iterator[tuple[StoreTransfer, ...]]:
         """Return the lookups, loads and writes to begin now."""
@@ -218,9 +217,6 @@ class RemoteTier:
         """Do not load the prefix `tokens` from page `first` on, until newer keys displace these."""
         _add_keys(self.withdrawn, self._keys.of(tokens, namespace)[0, first:])
 
-    def _may_load(self, search: _Load) -> BoolArray:
-        return np.array([key.tobytes() not in self.withdrawn for key in search.keys[0]], np.bool_)
-
     def search(
         self,
         waiter: Waiter | None,
@@ -256,12 +252,15 @@ class RemoteTier:
                 return
         keys = self._keys.of(tokens, namespace)[:, first:]
         is_moved = np.ones(keys.shape[:2], np.bool_)
-        number = self._next_number()
         search = _Load(waiter, tokens, namespace, keys, first, is_moved)
-        self._searches[number] = search
-        self._under_way.setdefault(_first_page(search), number)
-        move = self._transfer(number, keys, is_moved, None)
-        self._begins.searches.append(move._replace(is_awaited=self._is_awaited(search)))
+        self._begins.searches.append(self._begin(self._next_number(), search))
+
+    def _begin(self, number: int, each: _Load, blocks: Int32Array | None = None) -> StoreTransfer:
+        """Begin a lookup, or a load into `blocks`; return its transfer."""
+        self._moving[number] = each
+        self._under_way.setdefault(_first_page(each), number)
+        move = self._transfer(number, each.keys, each.is_moved, blocks)
+        return move._replace(is_awaited=self._is_awaited(each))
 
     @property
     def waiting_restores(self) -> list[SavedPrefix]:
@@ -293,12 +292,11 @@ class RemoteTier:
         if blocks is None:
             return False
         keys = search.keys[:, num_here - search.first : end - search.first]
-        is_moved = blocks[:, num_here:] > 0
-        load = search._replace(tokens=tokens, keys=keys, first=num_here, is_moved=is_moved)
-        self._loads[number] = load
-        self._under_way.setdefault(_first_page(load), number)
-        move = self._transfer(number, keys, is_moved, blocks[:, num_here:])
-        self._begins.loads.append(move._replace(is_awaited=self._is_awaited(search)))
+        blocks = blocks[:, num_here:]
+        load = _Load(
+            search.waiter, tokens, search.namespace, keys, num_here, blocks > 0, is_load=True
+        )
+        self._begins.loads.append(self._begin(number, load, blocks))
         return True
 
     def _measures_anew(self) -> bool:
@@ -317,8 +315,12 @@ class RemoteTier:
 
     @property
     def num_loading_tokens(self) -> int:
-        loads = filter(self._is_awaited, self._loads.values())
-        return sum(len(load.tokens) - load.first * self._blocks.page_size for load in loads)
+        page_size = self._blocks.page_size
+        return sum(
+            len(each.tokens) - each.first * page_size
+            for each in self._moving.values()
+            if each.is_load and self._is_awaited(each)
+        )
 
     @property
     def waiting_loads(self) -> Sequence[StoreTransfer]:
@@ -364,28 +366,25 @@ class RemoteTier:
             else:
                 _add_keys(self._left_out, put.pages)
             self._blocks.end_fetch(number)
-        elif number in self._searches:
-            search = self._searches.pop(number)
-            self._forget_first_page(search, number)
-            is_found = self._flags(search, end) & self._may_load(search)
-            if not is_found.any() or not self._begin_load(number, search, is_found):
-                self._waits_no_more(search)
+        elif number in self._moving:
+            each = self._moving.pop(number)
+            page = _first_page(each)
+            if self._under_way.get(page) == number:
+                del self._under_way[page]
+            is_found = self._flags(each, end)
+            if each.is_load:
+                self._waits_no_more(each)
+                num_pages = self._num_whole(is_found | ~each.is_moved)
+                self._measure(each, is_found, end.seconds)
+                is_found = is_found[:, :num_pages]
+                self._blocks.end_copy(number, succeeded=num_pages > 0, is_found=is_found)
+                self.num_loaded_tokens += num_pages * self._blocks.page_size
+                self._search_for_dependents(number, follows=num_pages > 0)
+                return
+            is_found &= [key.tobytes() not in self.withdrawn for key in each.keys[0]]
+            if not is_found.any() or not self._begin_load(number, each, is_found):
+                self._waits_no_more(each)
                 self._search_for_dependents(number, follows=False)
-        elif number in self._loads:
-            load = self._loads.pop(number)
-            self._forget_first_page(load, number)
-            self._waits_no_more(load)
-            is_found = self._flags(load, end)
-            num_pages = self._num_whole(is_found | ~load.is_moved)
-            self._measure(load, is_found, end.seconds)
-            self._blocks.end_copy(number, succeeded=num_pages > 0, is_found=is_found[:, :num_pages])
-            self.num_loaded_tokens += num_pages * self._blocks.page_size
-            self._search_for_dependents(number, follows=num_pages > 0)
-
-    def _forget_first_page(self, each: _Load, number: int) -> None:
-        page = _first_page(each)
-        if self._under_way.get(page) == number:
-            del self._under_way[page]
 
     def _measure(self, load: _Load, is_found: BoolArray, seconds: float) -> None:
         """Measure a load, which may have moved only some of its values in time."""
@@ -396,7 +395,7 @@ class RemoteTier:
 
     def overdue(self, number: int) -> None:
         """Handle a lookup or load that takes too long: stop the wait of its requests."""
-        late = self._searches.get(number) or self._loads.get(number)
+        late = self._moving.get(number)
         if late is not None:
             self._waits_no_more(late)
             self._take_dependents(number)
