@@ -115,16 +115,18 @@ class FrameBuilder:
         return {
             "step": snapshot["counters"]["steps_planned"],
             "ranks": [
-                {**rank, "nodes": [self._node(node) for node in rank["nodes"]]}
+                {**rank, "nodes": [self._with_text(node) for node in rank["nodes"]]}
                 for rank in snapshot["tree"]
             ],
         }
 
     def _rank(self, rank: Snapshot) -> dict[str, Any]:
-        names, leases = pool_names(rank), _rows_of(rank["leases"])
-        for lease in leases:
-            lease["tokens_per_s"] = self._rates.of_request(lease["rid"])
-            self._add_text(lease)
+        names, columns = pool_names(rank), rank["leases"]
+        rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+        leases = [
+            {**self._with_text(lease), "tokens_per_s": self._rates.of_request(lease["rid"])}
+            for lease in rows
+        ]
         return {
             "dp_rank": rank["dp_rank"],
             "is_closed": rank["defect"] is None,
@@ -157,15 +159,13 @@ class FrameBuilder:
             ranks.append({**rank, "pools": pools})
         return {**self._frame, "is_key": not before, "ranks": ranks}
 
-    def _node(self, node: Mapping[str, Any]) -> dict[str, Any]:
-        entry = dict(node)
-        self._add_text(entry)
-        return entry
-
-    def _add_text(self, entry: dict[str, Any]) -> None:
-        tokens = entry.pop("tokens", None)
+    def _with_text(self, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entry with the text of its `tokens`, if any, instead of them."""
+        fields = dict(entry)
+        tokens = fields.pop("tokens", None)
         if tokens is not None and self._text is not None:
-            entry["text"] = self._text(tokens)
+            fields["text"] = self._text(tokens)
+        return fields
 
     def _new_marks(self, snapshot: Snapshot) -> list[Mark]:
         counts: Counter[tuple[int | None, str]] = Counter()
@@ -259,8 +259,3 @@ def _host_states(pool: Snapshot) -> dict[str, int]:
     states = host_block_states(pool)
     arriving, leaving = states.pop("arriving"), states.pop("leaving")
     return {**states, "leased": arriving, "cached_protected": leaving, "session_held": 0}
-
-
-def _rows_of(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    values = zip(*columns.values(), strict=True)
-    return [dict(zip(columns, row, strict=True)) for row in values]

@@ -201,11 +201,11 @@ class RankOffload:
         return self.tier.num_waiting_copies if self.tier is not None else 0
 
     def counters(self) -> dict[str, int]:
-        tier = self.tier
+        tier, store = self.tier, self.store
         return {
             "host_copied_pages": tier.num_copied_pages if tier else 0,
             "host_fetched_tokens": tier.num_fetched_tokens if tier else 0,
             "host_failed_transfers": tier.num_failed if tier else 0,
-            "store_put_blocks": tier.num_put_blocks if tier else 0,
-            "store_loaded_tokens": tier.num_loaded_tokens if tier else 0,
+            "store_put_blocks": store.num_put_blocks if store else 0,
+            "store_loaded_tokens": store.num_loaded_tokens if store else 0,
         }

@@ -23,6 +23,7 @@ from tests.mem_cache.tree_model import (
     Tokens,
     array_of,
     check_shape,
+    held_pages,
     in_namespace,
     namespace_of,
     token_lists,
@@ -364,7 +365,7 @@ class LookbackMachine(RuleBasedStateMachine):
         assert self.cache.num_evictable == [evictable for evictable, _ in counts]
         assert self.cache.num_protected == [protected for _, protected in counts]
         for pool, allocator in enumerate(self.allocators):
-            assert allocator.num_tree == sum(counts[pool]) == len(self.cache.held_pages(pool))
+            assert allocator.num_tree == sum(counts[pool]) == len(held_pages(self.cache, pool))
             assert allocator.num_leased == 0
         for cursor, tokens in self.cursors:
             assert cursor.length == len(model.longest_match(tokens)), cursor

@@ -139,6 +139,13 @@ def uses_of_pages(tree: RadixTree) -> dict[Tokens, int]:
     }
 
 
+def held_pages(cache: RadixCache, pool: int = 0) -> np.ndarray:
+    """All pages of the pool that the cache holds, in no particular order."""
+    parts = [each.pages_of(cache.nodes()) for each in cache.tree.components if each.pool == pool]
+    pages = np.concatenate(parts)
+    return pages[pages != 0]
+
+
 def held_blocks(cache: RadixCache) -> set[int]:
     """The hashes of all pages of tokens that matches find, as `BlockLog` names them."""
     found = (node for node in cache.nodes() if not node.is_withdrawn)

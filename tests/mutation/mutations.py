@@ -145,8 +145,8 @@ MUTATIONS = (
     Mutation(
         "evict what is most likely to be used again",
         _ADAPTIVE,
-        "rate = self.rate(leaf.num_uses",
-        "rate = -self.rate(leaf.num_uses",
+        "lambda leaf: self.rate(leaf.num_uses",
+        "lambda leaf: -self.rate(leaf.num_uses",
     ),
     Mutation(
         "evict by age alone, though uses are counted",

@@ -14,7 +14,7 @@ Shadow caches (`shadow_caches.py`) count the hits of this order, LRU and LFU. On
 leads, the cache follows it: leaves in the leading shadow are evicted last.
 """
 
-from math import inf, sqrt
+from math import sqrt
 
 import numpy as np
 
@@ -102,18 +102,14 @@ class AdaptivePolicy(EvictionPolicy):
     def _first(self, queues: list[EvictionQueue[TreeNode]], now: int) -> TreeNode | None:
         leaves = [leaf for queue in queues if (leaf := queue.oldest()) is not None]
         if self._shadows.leading_policy == ADAPTIVE:
-            return self._lowest_rate(leaves, now)
+            return min(
+                leaves,
+                key=lambda leaf: self.rate(leaf.num_uses, leaf.last_access, now),
+                default=None,
+            )
         if self._shadows.leading_policy == LRU:
             return min(leaves, key=lambda leaf: (leaf.last_access, leaf.node_id), default=None)
         return leaves[0] if leaves else None
-
-    def _lowest_rate(self, leaves: list[TreeNode], now: int) -> TreeNode | None:
-        lowest, least = inf, None
-        for leaf in leaves:
-            rate = self.rate(leaf.num_uses, leaf.last_access, now)
-            if rate < lowest:
-                lowest, least = rate, leaf
-        return least
 
     def _is_kept(self, leaf: TreeNode) -> bool:
         if not len(leaf.page_hashes):

@@ -38,7 +38,8 @@ class EvictionQueue(Generic[T]):
         self._members[item.node_id] = item
         heapq.heappush(self._heap, (item.last_access, item.node_id))
         if len(self._heap) > 64 + 2 * len(self._members):
-            self._sweep()
+            self._heap = [(item.last_access, key) for key, item in self._members.items()]
+            heapq.heapify(self._heap)
 
     def discard(self, item: T) -> None:
         self._members.pop(item.node_id, None)
@@ -63,7 +64,3 @@ class EvictionQueue(Generic[T]):
         for key, item in self._members.items():
             if (item.last_access, key) not in listed:
                 raise LedgerError(f"the eviction queue does not list {item!r} at its age")
-
-    def _sweep(self) -> None:
-        self._heap = [(item.last_access, key) for key, item in self._members.items()]
-        heapq.heapify(self._heap)

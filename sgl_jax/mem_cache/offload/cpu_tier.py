@@ -289,14 +289,6 @@ class CpuTier:
         return PageTransfer(self._memory.dp_rank, number, by_pool(pages), by_pool(blocks))
 
     @property
-    def num_put_blocks(self) -> int:
-        return self.store.num_put_blocks if self.store is not None else 0
-
-    @property
-    def num_loaded_tokens(self) -> int:
-        return self.store.num_loaded_tokens if self.store is not None else 0
-
-    @property
     def waiting_fetches(self) -> Sequence[PageTransfer]:
         return self._begins.fetches
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.tree.radix_cache import RadixCache
-from sgl_jax.mem_cache.tree_node import TreeNode
+from sgl_jax.mem_cache.tree_node import parent_of
 
 
 class SavedPrefix(NamedTuple):
@@ -38,7 +38,7 @@ def save_tree(cache: RadixCache) -> SavedTree:
     index_of = {node.node_id: index for index, node in enumerate(nodes)}
     keys = [node.key for node in nodes]
     return SavedTree(
-        parents=np.array([index_of.get(_parent_id(node), -1) for node in nodes], np.int64),
+        parents=np.array([index_of.get(parent_of(node).node_id, -1) for node in nodes], np.int64),
         ends=np.cumsum([len(key) for key in keys], dtype=np.int64),
         tokens=np.concatenate([np.zeros(0, np.int32), *keys]),
         last_use=np.array([node.last_access for node in nodes], np.int64),
@@ -58,10 +58,6 @@ def tree_of(prefixes: Sequence[SavedPrefix]) -> SavedTree:
         num_uses=np.ones(len(keys), np.int64),
         namespaces=[prefix.namespace for prefix in prefixes],
     )
-
-
-def _parent_id(node: TreeNode) -> int:
-    return -1 if node.parent is None else node.parent.node_id
 
 
 def saved_prefixes(trees: Sequence[SavedTree]) -> list[SavedPrefix]:

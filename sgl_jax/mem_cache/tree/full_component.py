@@ -105,8 +105,7 @@ class FullComponent(TreeComponent):
         """Return how many pages of the edge stay when the caller needs `num_pages` of it."""
         return max(len(leaf.values[self.index]) - num_pages, 0)
 
-    def audit(self, nodes: Sequence[TreeNode], locks: Sequence[LockedEnd]) -> None:
-        self._audit_counts(*self.audit_nodes(nodes, locks))
+    def audit_rest(self, nodes: Sequence[TreeNode], locks: Sequence[LockedEnd]) -> None:
         lost = set(_locks_along_paths([end.node for end in locks]))
         lost -= {node.node_id for node in nodes}
         if lost:

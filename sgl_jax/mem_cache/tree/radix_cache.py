@@ -371,7 +371,7 @@ class RadixCache:
             if least is not None:
                 window, node, level = least
                 window.take(node, num_pages, level)
-                tree.resumable.tombstoned(node)
+                tree.resumable.added([node])
                 return True
         if leaf is None:
             return False
@@ -435,14 +435,6 @@ class RadixCache:
 
     def nodes(self) -> Sequence[TreeNode]:
         return list(self.tree.nodes())
-
-    def held_pages(self, pool: int = 0) -> Int32Array:
-        """Return all pages of the pool that the cache holds, in no particular order."""
-        nodes = self.nodes()
-        parts = [each.pages_of(nodes) for each in self.tree.components if each.pool == pool]
-        pages = np.concatenate([np.zeros(0, np.int32), *parts])
-        held: Int32Array = pages[pages != 0]
-        return held
 
 
 class ChunkCache(RadixCache):

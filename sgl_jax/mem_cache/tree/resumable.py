@@ -63,7 +63,7 @@ class Resumable:
     # -- reports from the tree -------------------------------------------------------------
 
     def added(self, nodes: Sequence[TreeNode]) -> None:
-        """Update `nodes`, consecutive from above, after they were created or took pages."""
+        """Update `nodes`, consecutive from above, that are new or took or lost pages."""
         for node in nodes:
             self._recompute(node)
             self._changed[node.node_id] = node
@@ -80,7 +80,7 @@ class Resumable:
 
     def _relist(self, node: TreeNode, last_access: int) -> None:
         for window in self.windows:
-            window.forget(node)
+            window.order.forget(node)
         node.read.last_access, node.read.num_uses = last_access, node.num_uses
         for window in self.windows:
             window.refresh(node)
@@ -119,10 +119,6 @@ class Resumable:
         self._remarked.pop(leaf.node_id, None)
         if parent is not self._root:
             self._changed[parent.node_id] = parent
-
-    def tombstoned(self, node: TreeNode) -> None:
-        self._recompute(node)
-        self._changed[node.node_id] = node
 
     def take_remarked(self) -> list[TreeNode]:
         remarked = list(self._remarked.values())

@@ -115,18 +115,18 @@ class TreeComponent(ABC):
             self._allocator.free(np.concatenate(self._dropped), TREE)
             self._dropped.clear()
 
-    @abstractmethod
     def audit(self, nodes: Sequence[TreeNode], locks: Sequence[LockedEnd]) -> None:
         """Recompute every count and lock from scratch. Raise `LedgerError` if one differs. `nodes`
         are all nodes; `locks` lists the lock of every live lease, with repeats."""
+        counted, found = (self.num_evictable, self.num_protected), self.audit_nodes(nodes, locks)
+        if found != counted:
+            raise LedgerError(f"tree counts (evictable, protected) {counted}, a walk finds {found}")
+        self.audit_rest(nodes, locks)
 
     @abstractmethod
     def audit_nodes(self, nodes: Sequence[TreeNode], locks: Sequence[LockedEnd]) -> tuple[int, int]:
         """Check only these nodes; return the numbers of their evictable and protected pages."""
 
-    def _audit_counts(self, evictable: int, protected: int) -> None:
-        if (evictable, protected) != (self.num_evictable, self.num_protected):
-            raise LedgerError(
-                f"tree counts (evictable, protected) {self.num_evictable, self.num_protected}, "
-                f"a walk finds {evictable, protected}"
-            )
+    @abstractmethod
+    def audit_rest(self, nodes: Sequence[TreeNode], locks: Sequence[LockedEnd]) -> None:
+        """Check the locks and the eviction set for nodes that are not in the tree."""

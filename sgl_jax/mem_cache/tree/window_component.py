@@ -110,7 +110,7 @@ class WindowComponent(TreeComponent):
         self._dropped.append(gone)
         self.num_evictable -= len(gone)
         node.values[self.index], node.locks[self.index] = front(pages, keep), front(locks, keep)
-        self.forget(node)
+        self.order.forget(node)
 
     def flush_dropped(self) -> None:
         """Free the pages set aside, and give the absorbed pages still present to the tree."""
@@ -137,8 +137,8 @@ class WindowComponent(TreeComponent):
         for values in ("values", "locks"):
             above, below = getattr(upper, values), getattr(lower, values)
             below[self.index] = np.concatenate([above[self.index], below[self.index]])
-        self.forget(upper)
-        self.forget(lower)
+        self.order.forget(upper)
+        self.order.forget(lower)
 
     # -- locks ------------------------------------------------------------------------------
 
@@ -188,9 +188,6 @@ class WindowComponent(TreeComponent):
         """List the node by the pages that can be taken while it stays on the tree."""
         self.order.place(node, self._may_go(node), self._levels(node))
 
-    def forget(self, node: TreeNode) -> None:
-        self.order.forget(node)
-
     def take(self, node: TreeNode, num_pages: int, level: int) -> None:
         """Drop the first `num_pages` unlocked pages of the level, or all if there are fewer."""
         is_gone = self._may_go(node) & (self._levels(node) == level)
@@ -208,8 +205,7 @@ class WindowComponent(TreeComponent):
 
     # -- proof ------------------------------------------------------------------------------
 
-    def audit(self, nodes: Sequence[TreeNode], locks: Sequence[LockedEnd]) -> None:
-        self._audit_counts(*self.audit_nodes(nodes, locks))
+    def audit_rest(self, nodes: Sequence[TreeNode], locks: Sequence[LockedEnd]) -> None:
         known = {node.node_id for node in nodes}
         for node, first_pages in locks:
             for step, _, _ in self.edges_between(node, *self._interval(node, first_pages)):

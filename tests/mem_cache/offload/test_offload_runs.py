@@ -267,8 +267,9 @@ class HostRun:
     def count(self) -> None:
         self.counts["fetched"] += self.tier.num_fetched_tokens
         self.counts["copied"] += self.tier.num_copied_pages
-        self.counts["loaded"] += self.tier.num_loaded_tokens
-        self.counts["put"] += self.tier.num_put_blocks
+        if self.tier.store is not None:
+            self.counts["loaded"] += self.tier.store.num_loaded_tokens
+            self.counts["put"] += self.tier.store.num_put_blocks
 
 
 def run_all(groups: str, policy: str, num_steps: int) -> dict[str, int]:

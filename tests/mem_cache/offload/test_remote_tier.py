@@ -18,6 +18,7 @@ from sgl_jax.mem_cache.offload.saved_prefixes import save_tree, saved_prefixes
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.tree.window_component import lookback_pages
 from tests.mem_cache.offload.test_cpu_tier import PAGE_SIZE, Rank, sizes_with
+from tests.mem_cache.tree_model import held_pages
 from tests.scheduler.driver import make_sizes
 
 WAITER = Waiter("r", num_read=0, prompt_len=24, num_ahead=0)
@@ -454,7 +455,7 @@ def test_only_locked_values_go_to_the_store() -> None:
     assert (added > 0).tolist() == [[True] * 6, [False] * (6 - of_window) + [True] * of_window]
     for pool in range(2):
         blocks.cache.evict(99, pool)
-    held = np.concatenate([blocks.cache.held_pages(pool) for pool in range(2)])
+    held = np.concatenate([held_pages(blocks.cache, pool) for pool in range(2)])
     assert sorted(held) == sorted(added[added > 0])
     blocks.end_fetch(2)
 

@@ -23,6 +23,7 @@ from tests.mem_cache.tree_model import (
     cached_pages,
     check_shape,
     held_blocks,
+    held_pages,
     in_namespace,
     namespace_of,
     shape_of,
@@ -174,7 +175,7 @@ class RadixCacheMachine(RuleBasedStateMachine):
         audit_cache(self.cache, [(node, None) for node in self.locks])
         assert self.cache.num_locks == len(self.locks)
         assert self.cache.num_locked_tokens == sum(map(len, self.model.locked))
-        assert sorted(self.cache.held_pages().tolist()) == sorted(self.model.pages.values())
+        assert sorted(held_pages(self.cache).tolist()) == sorted(self.model.pages.values())
         assert cached_pages(self.cache.tree) == self.model.pages
         assert uses_of_pages(self.cache.tree) == self.model.uses
         num_evictable = len(self.model.evictable())
