@@ -1,16 +1,17 @@
 #!/usr/bin/env python
-"""Static costs of products with quantized matrices, and the planner's constants for them.
+"""Static costs of products with quantized matrices, by the compiler's schedules.
 
     python -m benchmarks.kernels.quantized_cost [--chips v5e v6e v5p tpu7x]
 
 Needs no TPU: its compiler schedules each kernel (see `schedule.py`). The first table has the
 kernels' times by their bundles, the matrix unit's limit for bfloat16, and the transfer time of the
-bytes; a turn is one tile of tokens with one block of the matrix. The second table has the constants
-of `sgl_jax/planner/quantized_time.py`: for 2**20 values of a matrix, the bundles that multiply a
-token and those that convert, and the bundles that quantize 2**10 activations.
+bytes; a turn is one tile of tokens with one block of the matrix. The second table has, for 2**20
+values of a matrix, the bundles that multiply a token and those that convert, and the bundles that
+quantize 2**10 activations.
 """
 
 import argparse
+from collections.abc import Mapping
 from typing import NamedTuple, get_args
 
 # Before jax: it has the compiler write its schedules.
@@ -32,12 +33,21 @@ from sgl_jax.kernels.quantized_matmul.tpu import (
     value_blocks,
 )
 from sgl_jax.planner.engine_programs import num_bits
-from sgl_jax.planner.quantized_time import PRODUCT_BUNDLES, ProductBundles
 from sgl_jax.planner.topology import CHIPS
 
 GROUP, LAYERS = 128, 2
 EXPERTS, EXPERT_LINES, EXPERT_SHAPE = 16, 256, (360, 2880)  # outputs, inputs
 MI, KI = 2**20, 2**10
+
+
+class ProductBundles(NamedTuple):
+    """Instructions per 2**20 values of a matrix, by format."""
+
+    per_token: float  # product of dequantized values
+    per_token_as_values: Mapping[str, float]  # product of quantized values
+    activations: float  # to quantize 2**10 activations
+    conversion: Mapping[str, int]  # to dequantize with scales
+    unscaled: Mapping[str, int]  # to dequantize without scales (experts: the result is scaled)
 
 
 class Product(NamedTuple):
@@ -147,7 +157,7 @@ def product_row(name: str, product: Product, chip_name: str) -> str:
 
 
 def constants(chip: str) -> ProductBundles:
-    """Return the planner's figures for a chip, counted from new schedules."""
+    """Return a chip's figures, counted from schedules."""
 
     def a_turn(product: Product) -> float:
         _, inputs, outputs = product.blocks
@@ -187,23 +197,20 @@ def main() -> None:
     for name, product in PRODUCTS.items():
         for chip in chips:
             print(product_row(name, product, chip), flush=True)
-    print("\n| chip | | per token | per token, as values | activations | conversion | unscaled |")
-    print("|---|---|---|---|---|---|---|")
+    print("\n| chip | per token | per token, as values | activations | conversion | unscaled |")
+    print("|---|---|---|---|---|---|")
     for chip in chips:
-        for label, own in (
-            ("counted", constants(chip)),
-            ("in the planner", PRODUCT_BUNDLES[CHIPS[chip].device_kind]),
-        ):
-            values = ", ".join(f"{form} {n:.2f}" for form, n in own.per_token_as_values.items())
-            converted, unscaled = (
-                ", ".join(f"{form} {n:,}" for form, n in counts.items())
-                for counts in (own.conversion, own.unscaled)
-            )
-            print(
-                f"| {chip} | {label} | {own.per_token:.2f} | {values} | {own.activations:.2f} "
-                f"| {converted} | {unscaled} |",
-                flush=True,
-            )
+        own = constants(chip)
+        values = ", ".join(f"{form} {n:.2f}" for form, n in own.per_token_as_values.items())
+        converted, unscaled = (
+            ", ".join(f"{form} {n:,}" for form, n in counts.items())
+            for counts in (own.conversion, own.unscaled)
+        )
+        print(
+            f"| {chip} | {own.per_token:.2f} | {values} | {own.activations:.2f} | {converted} "
+            f"| {unscaled} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from sgl_jax.layers.mesh_axes import DATA_AXIS
 from sgl_jax.models.expert_placement import loads_for, unplaced_imbalance
 from sgl_jax.planner.arguments import PlanRequest
 from sgl_jax.planner.engine_programs import EngineProgramsOnPaper, bytes_per_device, engine_programs
-from sgl_jax.planner.kernel_time import DeviceBytes
+from sgl_jax.planner.kernel_time import DeviceBytes, StepWork
 from sgl_jax.planner.memory import (
     MemoryPlan,
     in_gib,
@@ -22,10 +22,8 @@ from sgl_jax.planner.memory import (
 )
 from sgl_jax.planner.prefix_loading import PrefixLoading, plan_loading
 from sgl_jax.planner.program_cost import ProgramCost, program_cost
-from sgl_jax.planner.quantized_products import expert_format, quantized_products
-from sgl_jax.planner.quantized_time import conversion_bundles
+from sgl_jax.planner.quantized_products import expert_weight, quantized_products
 from sgl_jax.planner.step_time import StepTime, estimate_step
-from sgl_jax.planner.step_work import StepWork
 from sgl_jax.planner.topology import topology_mesh
 
 
@@ -197,18 +195,16 @@ def device_bytes(
             if own.initial in ("normal", "values"):
                 numbers += gathered * math.prod(own.array.sharding.shard_shape(own.array.shape))
     layout = engine.config.state_layout
-    format_of_experts = expert_format(engine.placed)
     return DeviceBytes(
         layer_and_head_bytes=layers_and_head,
         layer_and_head_numbers=numbers,
         expert_bytes=experts,
         itemsize=engine.config.dtype.itemsize,
         kv_token_bytes=memory.kv_token_bytes,
-        kv_itemsize=engine.config.pool_layouts[0].dtype.itemsize,
         state_bytes=layout.slot_bytes // request.args.tp_size if layout else 0,
         tp_size=request.args.tp_size,
         quantized=quantized_products(engine.placed, request.args.tp_size),
-        expert_conversion=conversion_bundles(format_of_experts, request.topology.chip),
+        expert_weight=expert_weight(engine.placed),
         expert_devices=request.args.ep_size,
         expert_copies=request.args.ep_num_redundant_experts,
         expert_ranks=request.args.dp_size if request.args.ep_size > request.args.tp_size else 1,

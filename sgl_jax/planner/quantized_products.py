@@ -6,7 +6,6 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from sgl_jax.core.quantization import Scheme, WeightFormat
-from sgl_jax.kernels.grouped_matmul.matrices import GroupMatrices
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS
 from sgl_jax.layers.quantized_matrix import QuantizedExperts, QuantizedMatrix
 from sgl_jax.models.placement import PlacedModel
@@ -22,7 +21,6 @@ class QuantizedProduct(NamedTuple):
     groups: int
     outputs: int
     num_bytes: int  # per layer
-    shares_activations: bool = False  # already quantized for another product
 
 
 def quantized_products(placed: PlacedModel, tp_size: int) -> tuple[QuantizedProduct, ...]:
@@ -36,9 +34,8 @@ def quantized_products(placed: PlacedModel, tp_size: int) -> tuple[QuantizedProd
             groups = _on_device(scales.array.shape, scales.spec, tp_size)[1]
             value_bits, scale_bits = (num_bits(part.array.dtype) for part in (values, scales))
             size = outputs * (inputs * value_bits + groups * scale_bits) // 8
-            is_second = names[-2] == "up"  # after "gate"
             products.append(
-                QuantizedProduct(node.scheme, num_layers, inputs, groups, outputs, size, is_second)
+                QuantizedProduct(node.scheme, num_layers, inputs, groups, outputs, size)
             )
     return tuple(products)
 
@@ -51,17 +48,7 @@ def _on_device(shape: tuple[int, ...], spec: P, tp_size: int) -> tuple[int, ...]
     )
 
 
-class ExpertFormat(NamedTuple):
-    weight: WeightFormat
-    scales_outputs: bool  # see `GroupMatrices`
-
-
-def expert_format(placed: PlacedModel) -> ExpertFormat | None:
+def expert_weight(placed: PlacedModel) -> WeightFormat | None:
     """Return the format of quantized experts; None if experts are floats, or there are none."""
-    for _, own in nnx.iter_graph(placed.model):
-        if type(own) is QuantizedExperts:
-            values, scales = own.values.get_value(), own.scales.get_value()
-            zero_points = None if own.zero_points is None else own.zero_points.get_value()
-            matrices = GroupMatrices(values, scales, zero_points, own.weight)
-            return ExpertFormat(own.weight, matrices.scales_outputs)
-    return None
+    nodes = (node for _, node in nnx.iter_graph(placed.model))
+    return next((own.weight for own in nodes if isinstance(own, QuantizedExperts)), None)

@@ -8,9 +8,11 @@ from typing import Any
 
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.settings import flag
+from sgl_jax.kernels.expert_dispatch.lines import UNDIVIDED_TOKENS
 from sgl_jax.planner.advice import advise
 from sgl_jax.planner.arguments import SERVER_SETTINGS, PlanRequest
 from sgl_jax.planner.estimate import Estimate, StepEstimate
+from sgl_jax.planner.kernel_time import GATHER_SHARE, MATRIX_SHARE, VECTOR_RATE
 from sgl_jax.planner.memory import MemoryPlan, in_gib
 from sgl_jax.planner.prefix_loading import PrefixLoading
 from sgl_jax.planner.program_cost import Collective
@@ -20,16 +22,11 @@ ASSUMPTIONS = (
     "compiled by the TPU's own compiler, run on none: sizes are its own, times are estimates",
     "a step = max(compiler's cycles / clock, weights / HBM bandwidth) + quantized products + "
     "heads + attention + recurrences + experts + their lines + exposed collectives",
-    "quantized products, where a kernel makes them = bytes of weights / HBM bandwidth, or the "
-    "kernel's instructions, if those are more",
-    "heads, whose kernel normalises and rotates them = its bytes / HBM bandwidth, or its "
-    "instructions, if those are more, and what any operation takes in each layer",
-    "attention = KV bytes / HBM bandwidth, or the kernels' instructions, if those are more",
-    "experts = bytes of experts in use and of lines / HBM bandwidth, or the kernel's instructions, "
-    "if those are more; lines = instructions that choose experts for "
-    "normalised tokens, and sort, gather, gate and add lines",
-    "recurrences = bytes of states, read and written, / HBM bandwidth, or the chunks' products / "
-    "the matrix units' rate, if that is more",
+    "a kernel = the longest of its bytes / HBM bandwidth, its products / "
+    f"({MATRIX_SHARE:.0%} of the matrix units' rate), and its scores, converted weights and "
+    f"elements of recurrent chunks / {VECTOR_RATE} a cycle",
+    "lines = products that move tokens to their experts and back, or beyond "
+    f"{UNDIVIDED_TOKENS} tokens their bytes / ({GATHER_SHARE:.0%} of HBM bandwidth)",
     f"collectives run as rings at the links' full rate with {ICI_HOP_S * 1e6:g} us a hop, "
     "those of SparseCores as well; exposed = a transfer less the program's cycles, without "
     "kernels, between its start and its end in the compiler's schedule",

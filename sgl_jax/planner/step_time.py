@@ -12,15 +12,16 @@ from sgl_jax.kernels.qkv_heads import NORMALISED_NAME, PLAIN_NAME
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.planner.kernel_time import (
     DeviceBytes,
+    KernelTime,
+    StepWork,
     attention_time,
     experts_time,
     heads_time,
     lines_time,
+    quantized_time,
     recurrences_time,
 )
 from sgl_jax.planner.program_cost import Collective, ProgramCost
-from sgl_jax.planner.quantized_time import quantized_time
-from sgl_jax.planner.step_work import StepWork
 from sgl_jax.planner.topology import ICI_HOP_S, Chip
 
 # A ring through the slice uses two links of a chip, one per direction.
@@ -65,14 +66,12 @@ def estimate_step(
     lines = lines_time(work.tokens, config, memory, chip)
     collectives = sum(collective_time(collective, chip) for collective in cost.collectives)
     exposed = sum(exposed_time(collective, chip) for collective in cost.collectives)
-    heads = 0.0
-    kernel = next((name for name in cost.kernels if name in (NORMALISED_NAME, PLAIN_NAME)), None)
-    if kernel:
-        sizes = (num_tokens, config, memory.itemsize, memory.tp_size, chip)
-        heads = heads_time(*sizes, normalised=kernel == NORMALISED_NAME).total_s
-    kernels = (attention, recurrences, experts, products)
-    total = fused + heads + lines + sum(kernel.total_s for kernel in kernels)
-    waits = {"HBM": 0.0, "MXU": 0.0, "ICI": exposed, "instructions": heads + lines}
+    heads = KernelTime(0.0)
+    if {NORMALISED_NAME, PLAIN_NAME} & set(cost.kernels):
+        heads = heads_time(num_tokens, config, memory.itemsize, memory.tp_size, chip)
+    kernels = (attention, recurrences, experts, products, heads, lines)
+    total = fused + sum(kernel.total_s for kernel in kernels)
+    waits = {"HBM": 0.0, "MXU": 0.0, "ICI": exposed, "instructions": 0.0}
     waits[_bound_of(fused, hbm=weights, mxu=flops / chip.bf16_flops_per_s)] += fused
     for part in kernels:
         waits[part.bound] += part.total_s
@@ -80,11 +79,11 @@ def estimate_step(
         total_s=total + exposed,
         program_s=program,
         weights_s=weights,
-        heads_s=heads,
+        heads_s=heads.total_s,
         attention_s=attention.total_s,
         recurrences_s=recurrences.total_s,
         experts_s=experts.total_s,
-        lines_s=lines,
+        lines_s=lines.total_s,
         quantized_s=products.total_s,
         collectives_s=collectives,
         exposed_s=exposed,

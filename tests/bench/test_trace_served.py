@@ -237,7 +237,7 @@ def test_a_planned_step_is_padded_to_a_shape_and_waits_for_the_most_attention():
         shapes=(8, 128),
         shape_seconds=(1e-3, 2e-3),
         config=ModelConfig.from_dict(SMALL_MODEL),
-        memory=DeviceBytes(10**6, 500_000, 0, 2, kv_token_bytes=2048, kv_itemsize=2, tp_size=1),
+        memory=DeviceBytes(10**6, 500_000, 0, 2, kv_token_bytes=2048, tp_size=1),
         chip=Topology.parse("v6e-1").chip,
         page_bytes=(1,),
     )

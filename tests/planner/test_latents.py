@@ -2,11 +2,10 @@
 
 import pytest
 
-from sgl_jax.planner.arguments import parse_plan_request
-from sgl_jax.planner.kernel_time import DeviceBytes, attention_time
+from sgl_jax.planner.arguments import parse_plan_request, read_config
+from sgl_jax.planner.kernel_time import MATRIX_SHARE, DeviceBytes, StepWork, attention_time
 from sgl_jax.planner.memory import plan_memory, requests_with_heads
-from sgl_jax.planner.step_work import StepWork
-from sgl_jax.planner.topology import has_tpu_compiler
+from sgl_jax.planner.topology import CHIPS, has_tpu_compiler
 
 pytestmark = pytest.mark.skipif(
     not has_tpu_compiler(), reason="libtpu (sgl-jax[tpu]) is not installed"
@@ -49,15 +48,22 @@ def test_models_with_heads_are_compared_with_nothing():
     assert requests_with_heads(request, plan_memory(request)) is None
 
 
-def test_decode_of_many_heads_is_bound_by_the_matrix_unit():
-    """16 heads read their latents, 128 multiply with them."""
+@pytest.mark.parametrize(("tokens", "products"), [(256, 2 * 512 + 64), (2048, 192 + 128 + 128)])
+def test_long_steps_prefill_in_the_expanded_form(tokens, products):
+    """Absorbed queries meet latents; expanded ones meet keys and values computed from latents."""
+    work = StepWork(tokens, 4096, tokens * 4096)
+    device = DeviceBytes(0, 0, 0, 2, 61 * 1280, tp_size=8)
+    time = attention_time(work, read_config("deepseek-v3"), device, CHIPS["v5e"])
+    flops = tokens * 4096 * 16 * 61 * 2 * products
+    assert time.mxu_s == pytest.approx(flops / (MATRIX_SHARE * 197e12))
+    assert time.bound == "MXU"
 
-    def bound(model, topology):
-        request = plan_request(model, topology, int(topology.split("-")[1]))
-        memory = plan_memory(request)
-        device = DeviceBytes(0, 0, 0, 2, memory.kv_token_bytes, 2, tp_size=1)
-        work = StepWork(64, 64 * 4096, 64 * 4096, 64, is_prefill=False)
-        return attention_time(work, request.config, device, request.topology.chip).bound
 
-    assert bound("deepseek-v2-lite", "v6e-4") == "HBM"
-    assert bound("deepseek-v3", "tpu7x-16") == "MXU"
+def test_decode_of_few_heads_waits_for_memory_and_of_many_for_the_matrix_units():
+    work = StepWork(64, 64 * 4096, 64 * 4096, 64, is_prefill=False)
+
+    def bound(tp_size):
+        device = DeviceBytes(0, 0, 0, 2, 61 * 1280, tp_size=tp_size)
+        return attention_time(work, read_config("deepseek-v3"), device, CHIPS["v5p"]).bound
+
+    assert (bound(8), bound(1)) == ("HBM", "MXU")

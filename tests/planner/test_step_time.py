@@ -7,17 +7,15 @@ import pytest
 from sgl_jax.kernels.qkv_heads import PLAIN_NAME
 from sgl_jax.planner.arguments import read_config
 from sgl_jax.planner.kernel_time import (
-    BUNDLES,
-    BUNDLES_8_BITS,
-    HEADS_CYCLES,
+    VECTOR_RATE,
     DeviceBytes,
+    StepWork,
     experts_time,
     heads_time,
     lines_time,
 )
 from sgl_jax.planner.program_cost import Collective, ProgramCost
 from sgl_jax.planner.step_time import collective_time, estimate_step, exposed_time
-from sgl_jax.planner.step_work import StepWork
 from sgl_jax.planner.topology import CHIPS, ICI_HOP_S
 
 CHIP = CHIPS["v6e"]
@@ -30,8 +28,8 @@ def cost(cycles=0, collectives=()):
     return ProgramCost(0, 0, 0, 0, 0, cycles, tuple(collectives), ())
 
 
-def device(layers=0, experts=0, kv_token=0, kv_itemsize=2):
-    return DeviceBytes(layers, layers // 2, experts, 2, kv_token, kv_itemsize, tp_size=1)
+def device(layers=0, experts=0, kv_token=0):
+    return DeviceBytes(layers, layers // 2, experts, 2, kv_token, tp_size=1)
 
 
 def test_a_decode_step_waits_for_its_weights_and_its_kv():
@@ -45,19 +43,6 @@ def test_a_decode_step_waits_for_its_weights_and_its_kv():
     assert time.bound == "HBM"
 
 
-def test_reading_8_bits_takes_half_the_time_where_instructions_allow_it():
-    work = StepWork(tokens=8, kv_tokens_read=8000, query_key_pairs=8000, is_prefill=False)
-    narrow = device(kv_token=65536, kv_itemsize=1)
-    on_v6e = estimate_step(cost(), work.tokens, work, LLAMA, narrow, CHIP)
-    assert on_v6e.attention_s == pytest.approx(8000 * 65536 / 1640e9)
-    assert on_v6e.bound == "HBM"
-    v5p = CHIPS["v5p"]
-    on_v5p = estimate_step(cost(), work.tokens, work, LLAMA, narrow, v5p)
-    cycles = 8000 * 32 * BUNDLES_8_BITS["TPU v5"].decode  # 32 layers of 8 KV heads of 128
-    assert on_v5p.attention_s == pytest.approx(cycles / v5p.clock_hz)
-    assert on_v5p.bound == "instructions"
-
-
 def test_the_compilers_cycles_count_where_they_are_more_than_the_weights():
     work = StepWork(8, 0, 0)
     time = estimate_step(
@@ -67,14 +52,13 @@ def test_the_compilers_cycles_count_where_they_are_more_than_the_weights():
     assert time.bound == "instructions"
 
 
-def test_a_prefill_chunk_is_bound_by_the_matrix_units():
+def test_a_prefill_chunk_is_bound_by_the_matrix_units_and_its_attention_by_the_scores():
     work = StepWork(2048, 1024, 2048 * 512)
     time = estimate_step(
         cost(), work.tokens, work, LLAMA, device(layers=16 * ONE_GB, kv_token=131072), CHIP
     )
-    flops = 4 * 2048 * 512 * 32 * 128 * 32
-    bundles = flops / 1e9 * BUNDLES["TPU v6 lite"].prefill
-    assert time.attention_s == pytest.approx(bundles / 1.75e9)
+    scores = 2048 * 512 * 32 * 32
+    assert time.attention_s == pytest.approx(scores / VECTOR_RATE / 1.75e9)
     assert time.bound == "MXU"
 
 
@@ -82,7 +66,8 @@ def test_small_heads_cost_a_prefill_chunk_as_much_as_heads_of_128():
     small = dataclasses.replace(LLAMA, head_dim=64)
     work = StepWork(2048, 1024, 2048 * 512)
     times = [
-        estimate_step(cost(), work.tokens, work, c, device(layers=1), CHIP) for c in (LLAMA, small)
+        estimate_step(cost(), work.tokens, work, c, device(layers=1), CHIPS["v5e"])
+        for c in (LLAMA, small)
     ]
     assert times[0].attention_s == times[1].attention_s > 0
 
@@ -134,29 +119,16 @@ def test_a_step_waits_for_its_experts_beside_all_else():
     held = device(layers=ONE_GB, experts=57 * ONE_GB)
     time = estimate_step(cost(), work.tokens, work, MOE, held, CHIP)
     assert time.experts_s == experts_time(256, MOE, held, CHIP).total_s
-    assert time.lines_s == lines_time(256, MOE, held, CHIP) > 0
+    assert time.lines_s == lines_time(256, MOE, held, CHIP).total_s > 0
     assert time.total_s == pytest.approx(1 / 1640 + time.experts_s + time.lines_s)
     assert time.weights_s == pytest.approx(1 / 1640)
     assert time.bound == "HBM"
 
 
-def test_heads_of_few_tokens_are_brought_computed_and_taken_one_after_the_other():
-    time = heads_time(128, LLAMA, 2, 8, CHIP, normalised=False)
-    cycles = HEADS_CYCLES["TPU v6 lite"]
+def test_heads_are_read_and_written_with_their_angles():
+    time = heads_time(128, LLAMA, 2, 8, CHIP)
     heads = 4 + 1 + 1  # of a device: queries, key, value
-    assert time.calls_s == pytest.approx(32 * cycles.call / 1.75e9)
-    # The product is read, Q, K and V are written; a cosine and a sine for each pair of lanes.
-    assert time.hbm_s == pytest.approx(32 * 128 * (2 * heads * 256 + 512) / 1640e9)
-    assert time.instructions_s == pytest.approx(32 * 128 * heads * cycles.plain / 1.75e9)
-    assert time.total_s == pytest.approx(time.calls_s + time.hbm_s + time.instructions_s)
-
-
-def test_heads_of_many_tokens_come_while_others_are_computed():
-    time = heads_time(2048, MOE, 2, 4, CHIP, normalised=True)
-    assert time.num_blocks == 8
-    assert time.instructions_s > time.hbm_s > 0
-    expected = time.calls_s + time.instructions_s + time.hbm_s / 8
-    assert time.total_s == pytest.approx(expected)
+    assert time.total_s == pytest.approx(32 * 128 * (2 * heads * 256 + 512) / 1640e9)
 
 
 def test_heads_count_only_where_a_kernel_makes_them():
@@ -168,5 +140,5 @@ def test_heads_count_only_where_a_kernel_makes_them():
         for program in (by_xla, by_kernel)
     ]
     assert times[0].heads_s == 0
-    assert times[1].heads_s == heads_time(16, LLAMA, 2, 1, CHIP, normalised=False).total_s
+    assert times[1].heads_s == heads_time(16, LLAMA, 2, 1, CHIP).total_s
     assert times[1].total_s == pytest.approx(times[0].total_s + times[1].heads_s)

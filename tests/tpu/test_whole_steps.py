@@ -185,8 +185,7 @@ def test_a_step_fits_its_chip_copies_nothing_and_exchanges_no_more_than_it_must(
     cost, config = program_cost(program), engine.config.model
     chip = Topology.parse(topology).chip
     pool_bytes = bytes_per_device(pools_of(engine))
-    is_normalised = NORMALISED_NAME in cost.kernels
-    heads = heads_time(bucket.tokens, config, 2, tp, chip, normalised=is_normalised)
+    heads = heads_time(bucket.tokens, config, 2, tp, chip)
     _print_figures(cost, heads.total_s, chip)
 
     assert cost.resident_bytes < chip.usable_hbm_bytes

@@ -20,11 +20,10 @@ from sgl_jax.models.served import served_config
 from sgl_jax.planner.arguments import PlanRequest, Workload, read_config
 from sgl_jax.planner.engine_programs import engine_programs
 from sgl_jax.planner.estimate import device_bytes
-from sgl_jax.planner.kernel_time import DeviceBytes, attention_time
+from sgl_jax.planner.kernel_time import DeviceBytes, StepWork, attention_time
 from sgl_jax.planner.memory import plan_memory
 from sgl_jax.planner.program_cost import program_cost
 from sgl_jax.planner.step_time import estimate_step
-from sgl_jax.planner.step_work import StepWork
 from sgl_jax.planner.topology import Chip, Topology, topology_mesh
 
 
