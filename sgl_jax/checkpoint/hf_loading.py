@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 from sgl_jax.checkpoint.errors import CheckpointError, check_tensors
 from sgl_jax.checkpoint.finite import is_finite, non_finite_parameters
-from sgl_jax.checkpoint.stored.reader import Expected
+from sgl_jax.checkpoint.stored.reader import Expected, Files
 from sgl_jax.checkpoint.stored.tensors import QuantizedTensors
 from sgl_jax.checkpoint.tensor_files import TensorFiles
 from sgl_jax.core.progress import Phase, Progress
 from sgl_jax.layers.agreement import of_each_host
 from sgl_jax.layers.parameter import Path as ParamPath
-from sgl_jax.layers.sources import Index, Shape, Source, Tensors
+from sgl_jax.layers.sources import Index, Shape, Source, TensorKey, Tensors
 from sgl_jax.models.quantization import QuantizationConfig
 
 # Each parameter's shape, dtype and sharding, and its source tensors.
@@ -52,15 +52,15 @@ def load_safetensors(
     with TensorFiles(folder) as files:
         stored = QuantizedTensors(quantization)
 
-        def has(name: str, shape: Shape) -> bool:
-            return stored.expected(name, shape).keys() <= files.shapes.keys()
+        def has(key: TensorKey, shape: Shape) -> bool:
+            return stored.expected(key, shape).keys() <= files.shapes.keys()
 
         declared = {path: (array, own.as_stored(has)) for path, (array, own) in declared.items()}
         expected: dict[str, Expected] = {}
         for array, source in declared.values():
             is_integer = jnp.issubdtype(array.dtype, jnp.integer)
-            for name, shape in source.tensors().items():
-                for own, wanted in stored.expected(name, shape, is_integer=is_integer).items():
+            for key, shape in source.tensors().items():
+                for own, wanted in stored.expected(key, shape, is_integer=is_integer).items():
                     if own not in expected or wanted.shapes:
                         expected[own] = wanted
 
@@ -110,9 +110,9 @@ def _non_finite_tensor(
     source: Source, tensors: Tensors, stored: QuantizedTensors, files: TensorFiles
 ) -> str | None:
     """Return the name and file of the first tensor of `source` with NaNs or infinities."""
-    for name, shape in source.tensors().items():
-        if not is_finite(tensors.read(name, tuple(slice(0, size) for size in shape))):
-            tensor = next(iter(stored.expected(name, shape)))
+    for key, shape in source.tensors().items():
+        if not is_finite(tensors.read(key, tuple(slice(0, size) for size in shape))):
+            tensor = next(iter(stored.expected(key, shape)))
             return f"tensor {tensor!r} in {str(files.file_of(tensor))!r}"
     return None
 
@@ -124,11 +124,11 @@ class _Tensors(Tensors):
         self._counted = _CountedFiles(files, phase)
         self._stored = stored
 
-    def read(self, name: str, index: Index) -> NDArray[Any]:
-        return self._stored.read(self._counted, name, index)
+    def read(self, key: TensorKey, index: Index) -> NDArray[Any]:
+        return self._stored.read(self._counted, key, index)
 
 
-class _CountedFiles(Tensors):
+class _CountedFiles(Files):
     def __init__(self, files: TensorFiles, phase: Phase) -> None:
         self._files = files
         self._phase = phase

@@ -8,7 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from sgl_jax.layers.sources import Derived, Index, MatrixPart, Shape, Source, Tensors
+from sgl_jax.layers.sources import (
+    Derived,
+    Index,
+    MatrixPart,
+    Shape,
+    Source,
+    TensorKey,
+    Tensors,
+    swapped,
+)
 
 
 def paired_order(head_dim: int, num_turned: int) -> tuple[int, ...]:
@@ -76,6 +85,7 @@ class FusedHeads(Source):
     inputs: Shape
     heads: Heads
     has_gates: bool = False
+    part: MatrixPart | None = None
 
     @property
     def shape(self) -> Shape:
@@ -86,20 +96,15 @@ class FusedHeads(Source):
         num_heads = self.heads.num_q + 2 * self.heads.num_stored_kv
         return (*self.inputs, num_heads * self.heads.head_dim)
 
-    @property
-    def input_axis(self) -> int:
-        return 0
-
     def quantized(self, part: MatrixPart) -> Source:
-        inputs = (part.inputs(self.inputs[0]),)
-        return replace(self, names=tuple(map(part.name, self.names)), inputs=inputs)
+        return replace(self, inputs=(part.inputs(self.inputs[0]),), part=part)
 
-    def tensors(self, prefix: str = "") -> dict[str, Shape]:
+    def tensors(self, prefix: str = "") -> dict[TensorKey, Shape]:
         kv_shape = (self.heads.num_stored_kv * self.heads.head_dim, *self.inputs)
         q_rows = self.heads.num_q * self.heads.head_dim * (2 if self.has_gates else 1)
         q_shape = (q_rows, *self.inputs)
-        shapes = (q_shape, kv_shape, kv_shape)
-        return {prefix + name: own for name, own in zip(self.names, shapes, strict=True)}
+        keys = [TensorKey(prefix + name, self.part) for name in self.names]
+        return dict(zip(keys, (q_shape, kv_shape, kv_shape), strict=True))
 
     def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
         *inputs, columns = index
@@ -112,7 +117,8 @@ class FusedHeads(Source):
         def read(name: str, first: int, stop: int, *, has_gates: bool = False) -> NDArray[Any]:
             """Return heads [first, stop) of a tensor, [heads, head_dim, *inputs]."""
             stride = heads.head_dim * (2 if has_gates else 1)
-            tensor = tensors.read(prefix + name, (slice(first * stride, stop * stride), *inputs))
+            key, rows = TensorKey(prefix + name, self.part), slice(first * stride, stop * stride)
+            tensor = tensors.read(key, (rows, *inputs))
             return tensor.reshape(stop - first, stride, *sizes)[:, : heads.head_dim]
 
         group = heads.group
@@ -147,6 +153,10 @@ class HeadRows:
     stride: int
     size: int
     step: int = 1
+    part: MatrixPart | None = None
+
+    def key(self, prefix: str) -> TensorKey:
+        return TensorKey(prefix + self.name, self.part)
 
     def every_second(self, first: int) -> "HeadRows":
         """Return half of these rows, starting with row `first`, 0 or 1."""
@@ -157,7 +167,7 @@ class HeadRows:
         """Read adjacent heads' rows of the part `inputs`: [heads, size, *inputs]."""
         start, stop = (self.first + head * self.stride for head in (heads[0], heads[-1]))
         span = (self.size - 1) * self.step + 1
-        rows = tensors.read(prefix + self.name, (slice(start, stop + span), *inputs))
+        rows = tensors.read(self.key(prefix), (slice(start, stop + span), *inputs))
         firsts = range(0, len(heads) * self.stride, self.stride)
         return np.stack([rows[first : first + span : self.step] for first in firsts])
 
@@ -181,16 +191,12 @@ class ByHead(Source):
     def width(self) -> int:
         return sum(part.size for part in self.parts)
 
-    @property
-    def input_axis(self) -> int:
-        return 0
-
     def quantized(self, part: MatrixPart) -> Source:
-        parts = tuple(replace(rows, name=part.name(rows.name)) for rows in self.parts)
+        parts = tuple(replace(rows, part=part) for rows in self.parts)
         return replace(self, parts=parts, inputs=(part.inputs(self.inputs[0]),))
 
-    def tensors(self, prefix: str = "") -> dict[str, Shape]:
-        return {prefix + part.name: (part.num_rows, *self.inputs) for part in self.parts}
+    def tensors(self, prefix: str = "") -> dict[TensorKey, Shape]:
+        return {part.key(prefix): (part.num_rows, *self.inputs) for part in self.parts}
 
     def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
         *inputs, columns = index
@@ -203,28 +209,34 @@ class ByHead(Source):
 
 @dataclass(frozen=True)
 class HeadMatrices(Source):
-    """A matrix for each head, [num_heads, size, inputs], of a tensor [rows, inputs]."""
+    """A matrix for each head, [num_heads, size, inputs], of a tensor [rows, inputs].
 
-    part: HeadRows
+    If `transposed`, it is [num_heads, inputs, size].
+    """
+
+    rows: HeadRows
     num_heads: int
     inputs: int
+    transposed: bool = False
 
     @property
     def shape(self) -> Shape:
-        return self.num_heads, self.part.size, self.inputs
+        by_row = self.num_heads, self.rows.size, self.inputs
+        return swapped(by_row) if self.transposed else by_row
 
     @property
     def input_axis(self) -> int:
-        return 2
+        return 1 if self.transposed else 2
 
     def quantized(self, part: MatrixPart) -> Source:
-        rows = replace(self.part, name=part.name(self.part.name))
-        return replace(self, part=rows, inputs=part.inputs(self.inputs))
+        rows = replace(self.rows, part=part)
+        return replace(self, rows=rows, inputs=part.inputs(self.inputs))
 
-    def tensors(self, prefix: str = "") -> dict[str, Shape]:
-        return {prefix + self.part.name: (self.part.num_rows, self.inputs)}
+    def tensors(self, prefix: str = "") -> dict[TensorKey, Shape]:
+        return {self.rows.key(prefix): (self.rows.num_rows, self.inputs)}
 
     def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
-        heads, rows, inputs = index
-        by_head = self.part.of_heads(range(heads.start, heads.stop), (inputs,), tensors, prefix)
-        out[...] = by_head[:, rows]
+        heads, rows, inputs = swapped(index) if self.transposed else index
+        by_head = self.rows.of_heads(range(heads.start, heads.stop), (inputs,), tensors, prefix)
+        found = by_head[:, rows]
+        out[...] = found.swapaxes(1, 2) if self.transposed else found

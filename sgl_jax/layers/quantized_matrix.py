@@ -104,7 +104,7 @@ class QuantizedExperts(nnx.Module):
         """
         scheme = quantized.scheme
         if scheme.has_input_order:
-            name = next(iter(source.tensors()))
+            name = next(iter(source.tensors())).name
             raise ValueError(f"{name}: experts in activation order are not supported")
         is_input = source.input_axis == 1
         group = _fitting_group(scheme, source, quantized.num_chips if is_input and by_width else 1)
@@ -176,7 +176,7 @@ def _use_present(parts: tuple[nnx.Param[Any] | None, ...], use: Any) -> jax.Arra
 
 
 def _shared(source: Source, kind: PartKind, size: int) -> Shared:
-    return Shared(tuple(map(MatrixPart(kind).name, source.tensors())), (size,))
+    return Shared(tuple(key.name for key in source.tensors()), (size,), MatrixPart(kind))
 
 
 def _fitting_group(scheme: Scheme, source: Source, num_chips: int) -> int | None:
@@ -191,7 +191,7 @@ def _fitting_group(scheme: Scheme, source: Source, num_chips: int) -> int | None
     inputs = source.shape[source.input_axis] // num_chips
     group = math.gcd(scheme.group_size, inputs)
     if group < min(_LEAST_GROUP, scheme.group_size):
-        name = next(iter(source.tensors()))
+        name = next(iter(source.tensors())).name
         raise ValueError(
             f"{name} is quantized in groups of {scheme.group_size} inputs, which a chip's {inputs} "
             f"inputs cannot be cut into; choose another tp_size"

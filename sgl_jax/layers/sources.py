@@ -9,7 +9,7 @@ with the name of the layer or the expert.
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Protocol, cast
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,33 +22,17 @@ from sgl_jax.kernels.tpu_chip import LANES
 Shape = tuple[int, ...]
 Index = tuple[slice, ...]  # one slice per axis, with start and stop; only `Slice` uses steps
 
-Has = Callable[[str, Shape], bool]  # True if a checkpoint has a tensor of this name and shape
-
-
 PartKind = Literal["values", "scales", "zero_points", "order", "input_scale"]
 
 
 class MatrixPart(NamedTuple):
-    """One of the arrays of a quantized matrix, encoded in the name of its tensor.
+    """One of the arrays of a quantized matrix.
 
     Readers of formats (`checkpoint.stored`) compute it from the tensors of a checkpoint.
     """
 
     kind: PartKind
     group: int | None = None  # adjacent inputs that share a scale; None: all inputs
-
-    def name(self, tensor: str) -> str:
-        """Return the part's name, which differs from all names of tensors."""
-        return f"{tensor}:{self.kind}/{self.group or 'all'}"
-
-    @classmethod
-    def parse(cls, name: str) -> "tuple[str, MatrixPart | None]":
-        """Split `name` into a tensor's name and a part; (name, None) for a plain tensor."""
-        tensor, colon, rest = name.rpartition(":")
-        if not colon:
-            return name, None
-        kind, _, group = rest.partition("/")
-        return tensor, cls(cast("PartKind", kind), None if group == "all" else int(group))
 
     def inputs(self, size: int) -> int:
         """Return the part's size along the `size` inputs of a matrix."""
@@ -60,11 +44,21 @@ class MatrixPart(NamedTuple):
         return size // self.group
 
 
+class TensorKey(NamedTuple):
+    """A tensor of a checkpoint, or a part of the quantized matrix with this name as floats."""
+
+    name: str
+    part: MatrixPart | None = None
+
+
+Has = Callable[[TensorKey, Shape], bool]  # True if a checkpoint has such a tensor of this shape
+
+
 class Tensors(Protocol):
     """The tensors of a checkpoint."""
 
-    def read(self, name: str, index: Index) -> NDArray[Any]:
-        """Return part of a tensor in its stored dtype."""
+    def read(self, key: TensorKey, index: Index) -> NDArray[Any]:
+        """Return the slice `index` of a tensor in its stored dtype."""
         ...
 
 
@@ -87,17 +81,17 @@ class Source(ABC):
         return self.plain_shape == self.shape
 
     @property
-    @abstractmethod
     def input_axis(self) -> int:
         """Return the axis of a matrix's inputs, counted from 0."""
+        return 0
 
-    @abstractmethod
     def quantized(self, part: MatrixPart) -> "Source":
         """Return the source of a part of the quantized matrix, with groups in place of inputs."""
+        raise NotImplementedError(f"{type(self).__name__} is not a matrix")
 
     @abstractmethod
-    def tensors(self, prefix: str = "") -> dict[str, Shape]:
-        """Return the names and shapes of the tensors that the source reads."""
+    def tensors(self, prefix: str = "") -> dict[TensorKey, Shape]:
+        """Return the tensors that the source reads, and their shapes."""
 
     @abstractmethod
     def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
@@ -119,6 +113,7 @@ class Tensor(Source):
     name: str
     dims: Shape  # the parameter's shape
     transposed: bool = False
+    part: MatrixPart | None = None
 
     @property
     def shape(self) -> Shape:
@@ -131,19 +126,22 @@ class Tensor(Source):
     def quantized(self, part: MatrixPart) -> "Tensor":
         groups = part.inputs(self.dims[self.input_axis])
         dims = _with_axis(self.dims, self.input_axis, groups)
-        return replace(self, name=part.name(self.name), dims=dims)
+        return replace(self, dims=dims, part=part)
 
-    def tensors(self, prefix: str = "") -> dict[str, Shape]:
-        return {prefix + self.name: _swapped(self.dims) if self.transposed else self.dims}
+    def tensors(self, prefix: str = "") -> dict[TensorKey, Shape]:
+        dims = swapped(self.dims) if self.transposed else self.dims
+        return {TensorKey(prefix + self.name, self.part): dims}
 
     def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
+        key = TensorKey(prefix + self.name, self.part)
         if self.transposed:
-            out[...] = tensors.read(prefix + self.name, _swapped(index)).swapaxes(-2, -1)
+            out[...] = tensors.read(key, swapped(index)).swapaxes(-2, -1)
         else:
-            out[...] = tensors.read(prefix + self.name, index)
+            out[...] = tensors.read(key, index)
 
 
-def _swapped(axes: tuple[Any, ...]) -> tuple[Any, ...]:
+def swapped(axes: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Exchange the last two axes."""
     return *axes[:-2], axes[-1], axes[-2]
 
 
@@ -168,7 +166,7 @@ class Derived(Source):
     def quantized(self, part: MatrixPart) -> Source:
         return replace(self, part=self.part.quantized(part))
 
-    def tensors(self, prefix: str = "") -> dict[str, Shape]:
+    def tensors(self, prefix: str = "") -> dict[TensorKey, Shape]:
         return self.part.tensors(prefix)
 
     def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
@@ -203,23 +201,6 @@ class Slice(Derived):
 
 
 @dataclass(frozen=True)
-class Transposed(Derived):
-    """Matrices [..., in, out] of a part [..., out, in]."""
-
-    @property
-    def shape(self) -> Shape:
-        return _swapped(self.part.shape)
-
-    @property
-    def input_axis(self) -> int:
-        last = len(self.shape) - 1
-        return {last: last - 1, last - 1: last}[self.part.input_axis]
-
-    def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
-        self.part.fill(out.swapaxes(-2, -1), _swapped(index), tensors, prefix)
-
-
-@dataclass(frozen=True)
 class Dequantized(Derived):
     """The numbers of a part that a checkpoint has quantized: values times scales per group."""
 
@@ -232,7 +213,7 @@ class Dequantized(Derived):
         )
         return values, scales
 
-    def tensors(self, prefix: str = "") -> dict[str, Shape]:
+    def tensors(self, prefix: str = "") -> dict[TensorKey, Shape]:
         values, scales = self._parts
         return values.tensors(prefix) | scales.tensors(prefix)
 
@@ -287,8 +268,8 @@ class Stacked(Source):
     def quantized(self, part: MatrixPart) -> Source:
         return replace(self, part=self.part.quantized(part))
 
-    def tensors(self, prefix: str = "") -> dict[str, Shape]:
-        found: dict[str, Shape] = {}
+    def tensors(self, prefix: str = "") -> dict[TensorKey, Shape]:
+        found: dict[TensorKey, Shape] = {}
         for own in self.prefixes:
             found |= self.part.tensors(prefix + own)
         return found
@@ -396,31 +377,26 @@ class Shared(Source):
 
     names: tuple[str, ...]
     dims: Shape
+    part: MatrixPart
     is_greatest: bool = False
 
     @property
     def shape(self) -> Shape:
         return self.dims
 
-    @property
-    def input_axis(self) -> int:
-        return 0
-
-    def quantized(self, part: MatrixPart) -> Source:
-        raise NotImplementedError("vectors are not quantized")
-
-    def tensors(self, prefix: str = "") -> dict[str, Shape]:
-        return {prefix + name: self.dims for name in self.names}
+    def tensors(self, prefix: str = "") -> dict[TensorKey, Shape]:
+        return {TensorKey(prefix + name, self.part): self.dims for name in self.names}
 
     def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
         """Raise ValueError, with their names, if tensors that must be equal are not."""
-        first, *others = (prefix + name for name in self.names)
+        first, *others = self.tensors(prefix)
         out[...] = tensors.read(first, index)
         for other in others:
             found = tensors.read(other, index)
             if self.is_greatest:
                 np.maximum(out, found, out=out)
             elif not np.array_equal(found, out):
-                (one, part), (two, _) = MatrixPart.parse(first), MatrixPart.parse(other)
-                kind = part.kind if part else "number"
-                raise ValueError(f"{one} and {two} make one matrix: they need the same {kind}")
+                raise ValueError(
+                    f"{first.name} and {other.name} make one matrix: they need the same "
+                    + self.part.kind
+                )

@@ -7,7 +7,7 @@ from sgl_jax.layers.attention import replicated_kv_heads
 from sgl_jax.layers.head_sources import ByHead, HeadMatrices, HeadRows
 from sgl_jax.layers.latent_attention import LatentAttention
 from sgl_jax.layers.norm import RMSNorm
-from sgl_jax.layers.sources import Padded, Source, Tensor, Transposed, row_size
+from sgl_jax.layers.sources import Padded, Source, Tensor, row_size
 from sgl_jax.models.config import LayerSpec, ModelConfig
 from sgl_jax.models.decoder import Architecture, BuildOptions
 from sgl_jax.models.decoder_layer import DecoderLayer
@@ -84,8 +84,9 @@ def _up(sizes: LatentConfig, spec: LayerSpec, heads: int) -> tuple[Source, Sourc
     stride = sizes.nope_dim + sizes.value_dim
     part = partial(HeadRows, "self_attn.kv_b_proj.weight", heads * stride)
     keys = HeadMatrices(part(0, stride, sizes.nope_dim), heads, sizes.rank)
-    values = HeadMatrices(part(sizes.nope_dim, stride, sizes.value_dim), heads, sizes.rank)
-    return as_floats(spec, keys), Transposed(as_floats(spec, values))
+    own = part(sizes.nope_dim, stride, sizes.value_dim)
+    values = HeadMatrices(own, heads, sizes.rank, transposed=True)
+    return as_floats(spec, keys), as_floats(spec, values)
 
 
 DEEPSEEK = Architecture(deepseek_layer, has_further_layers=True)

@@ -37,7 +37,7 @@ def as_floats(spec: LayerSpec, weight: Source) -> Source:
         return weight
     scheme = rule.scheme
     if scheme.has_zero_points or scheme.has_input_order:
-        module = next(iter(weight.tensors())).removesuffix(".weight")
+        module = next(iter(weight.tensors())).name.removesuffix(".weight")
         raise ModelConfigError(f"{module} is quantized as {scheme.name}, which is not supported")
     inputs = weight.shape[weight.input_axis]
     return Dequantized(weight, scheme.group_size and math.gcd(scheme.group_size, inputs))
@@ -55,7 +55,7 @@ def quantization_of(spec: LayerSpec, options: BuildOptions, weight: Source) -> Q
 
 
 def _rule(spec: LayerSpec, weight: Source) -> Rule | None:
-    modules = [name.removesuffix(".weight") for name in weight.tensors()]
+    modules = [key.name.removesuffix(".weight") for key in weight.tensors()]
     first, *others = (rule_of_module(spec.rules, module) for module in modules)
     for module, rule in zip(modules[1:], others, strict=True):
         if rule != first:

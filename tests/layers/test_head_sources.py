@@ -11,7 +11,7 @@ from sgl_jax.layers.head_sources import (
     Heads,
     Reordered,
 )
-from sgl_jax.layers.sources import Tensor, Transposed
+from sgl_jax.layers.sources import Tensor, TensorKey
 
 HIDDEN = 5
 SIZES = {"q": 16, "k": 8, "v": 8}
@@ -20,8 +20,8 @@ SIZES = {"q": 16, "k": 8, "v": 8}
 class Arrays(dict):
     """Tensors that are there already."""
 
-    def read(self, name, index):
-        return self[name][index]
+    def read(self, key, index):
+        return self[key.name][index]
 
 
 def part(source, tensors, *index):
@@ -61,7 +61,7 @@ def test_a_slice_may_cut_heads(stored):
 def test_some_of_each_heads_rows_may_be_a_parameter_of_their_own(stored):
     rows, tensors = stored
     source = ByHead((HeadRows("together", 18, 2, 6, 4),), 3, (HIDDEN,))
-    assert source.tensors("layer.") == {"layer.together": (18, HIDDEN)}
+    assert source.tensors("layer.") == {TensorKey("layer.together"): (18, HIDDEN)}
     found = part(source, tensors, slice(0, HIDDEN), slice(4, 12))
     np.testing.assert_array_equal(found, rows[1:, 2:].reshape(8, HIDDEN).T)
 
@@ -82,7 +82,7 @@ def test_queries_are_told_from_their_gates(inputs):
     named = {"q": q.reshape(16, *inputs), "k": k.reshape(4, *inputs), "v": v.reshape(4, *inputs)}
     tensors = Arrays({f"layer.{name}": array for name, array in named.items()})
     source = FusedHeads(("q", "k", "v"), inputs, heads, has_gates=True)
-    assert source.tensors() == {name: array.shape for name, array in named.items()}
+    assert source.tensors() == {TensorKey(name): array.shape for name, array in named.items()}
     columns = slice(heads.kv_width, 3 * heads.kv_width)  # the second copy of one, the first of two
     found = part(source, tensors, *[slice(0, size) for size in inputs], columns)
     expected = np.concatenate([q[1, 0], k[0], v[0], q[2, 0], k[1], v[1]])
@@ -125,7 +125,7 @@ def test_each_heads_rows_may_be_a_matrix(stored, heads):
     index = slice(*heads), slice(1, 4), slice(1, HIDDEN)
     expected = rows[slice(*heads), 3:6, 1:]
     np.testing.assert_array_equal(part(source, tensors, *index), expected)
-    transposed = Transposed(source)
+    transposed = HeadMatrices(HeadRows("together", 18, 2, 6, 4), 3, HIDDEN, transposed=True)
     assert (transposed.shape, transposed.input_axis) == ((3, HIDDEN, 4), 1)
     found = part(transposed, tensors, index[0], index[2], index[1])
     np.testing.assert_array_equal(found, expected.swapaxes(1, 2))

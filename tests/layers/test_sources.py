@@ -5,12 +5,14 @@ import pytest
 
 from sgl_jax.layers.sources import (
     Dequantized,
+    MatrixPart,
     OneOf,
     Padded,
     Placed,
     Slice,
     Stacked,
     Tensor,
+    TensorKey,
     row_size,
 )
 
@@ -18,8 +20,8 @@ from sgl_jax.layers.sources import (
 class Arrays(dict):
     """Tensors that are there already."""
 
-    def read(self, name, index):
-        return self[name][index]
+    def read(self, key, index):
+        return self[key if key.part else key.name][index]
 
 
 def part(source, tensors, index, dtype=np.float32):
@@ -65,12 +67,12 @@ def test_a_parameter_is_read_as_the_checkpoint_stores_it():
     source = Stacked(("a.", "b."), Padded(OneOf(experts, Tensor("all", (2, 2, 3))), 4, axis=2))
     apart = {f"{layer}.{expert}.w" for layer in "ab" for expert in "01"}
     assert source.as_stored(having({"a.all", "b.all"})).tensors() == {
-        "a.all": (2, 2, 3),
-        "b.all": (2, 2, 3),
+        TensorKey("a.all"): (2, 2, 3),
+        TensorKey("b.all"): (2, 2, 3),
     }
     # What is missing is asked for by its usual names.
     for names in (apart, set(), {"b.all"}):
-        assert set(source.as_stored(having(names)).tensors()) == apart
+        assert {key.name for key in source.as_stored(having(names)).tensors()} == apart
     assert source.shape == source.as_stored(having({"a.all"})).shape == (2, 2, 2, 4)
 
 
@@ -96,7 +98,7 @@ def test_each_layers_experts_lie_in_its_slots():
 
 
 def having(names):
-    return lambda name, shape: name in names
+    return lambda key, shape: key.name in names
 
 
 def test_rows_are_made_longer_where_that_takes_little():
@@ -109,9 +111,9 @@ def test_quantized_numbers_are_read_as_floats(group):
     values = rng.integers(-9, 9, (4, 6)).astype(np.int8)
     scales = rng.normal(size=(4, 3 if group else 1)).astype(np.float32)
     source = Dequantized(Tensor("w", (4, 6)), group)
-    names = [f"layer.w:{kind}/{group or 'all'}" for kind in ("values", "scales")]
-    assert source.tensors("layer.") == dict(zip(names, (values.shape, scales.shape), strict=True))
-    tensors = Arrays(zip(names, (values, scales), strict=True))
+    keys = [TensorKey("layer.w", MatrixPart(kind, group)) for kind in ("values", "scales")]
+    assert source.tensors("layer.") == dict(zip(keys, (values.shape, scales.shape), strict=True))
+    tensors = Arrays(zip(keys, (values, scales), strict=True))
     whole = values * np.repeat(scales, group or 6, axis=1)
     for index in ((slice(0, 4), slice(0, 6)), (slice(1, 3), slice(1, 4))):
         np.testing.assert_array_equal(part(source, tensors, index), whole[index])

@@ -12,9 +12,9 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from sgl_jax.checkpoint.stored.reader import FLOATS, Expected
+from sgl_jax.checkpoint.stored.reader import FLOATS, Expected, Files
 from sgl_jax.core.quantization import GREATEST
-from sgl_jax.layers.sources import Index, MatrixPart, Shape, Tensors
+from sgl_jax.layers.sources import Index, MatrixPart, Shape
 from sgl_jax.models.quantization import Rule
 
 _TYPES = {"int8": np.int8, "int4": ml_dtypes.int4, "fp8": ml_dtypes.float8_e4m3fn}
@@ -36,7 +36,7 @@ class AtLoadReader:
         shapes = () if part.group is None else ((*shape[:-1], shape[-1] * part.group),)
         return {weight: Expected(shapes, FLOATS)}
 
-    def read(self, files: Tensors, weight: str, part: MatrixPart, index: Index) -> NDArray[Any]:
+    def read(self, files: Files, weight: str, part: MatrixPart, index: Index) -> NDArray[Any]:
         *outer, inputs = index
         size = self._sizes[weight] if part.group is None else part.group
         if part.kind == "scales":
@@ -55,7 +55,7 @@ class AtLoadReader:
         return values
 
     def _scales_of(
-        self, files: Tensors, weight: str, part: MatrixPart, index: Index, size: int
+        self, files: Files, weight: str, part: MatrixPart, index: Index, size: int
     ) -> NDArray[np.float32]:
         """Return scales [*experts, out, groups] of groups of `size` inputs."""
         key = (weight, tuple((own.start, own.stop, own.step) for own in index[:-1]))
@@ -77,9 +77,7 @@ def _shape(index: Index) -> tuple[int, ...]:
     return tuple(len(range(own.start, own.stop, own.step or 1)) for own in index)
 
 
-def _blocks(
-    files: Tensors, weight: str, index: Index
-) -> Iterator[tuple[slice, NDArray[np.float32]]]:
+def _blocks(files: Files, weight: str, index: Index) -> Iterator[tuple[slice, NDArray[np.float32]]]:
     """Yield the indices and numbers of blocks of a tensor's slice along its first axis.
 
     A block has at most `_BLOCK_NUMBERS`, or one index. A whole tensor in float32 would take at

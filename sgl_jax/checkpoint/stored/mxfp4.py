@@ -13,9 +13,9 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from sgl_jax.checkpoint.stored.reader import Expected, positions, read_positions
+from sgl_jax.checkpoint.stored.reader import Expected, Files, positions, read_positions
 from sgl_jax.core.quantization import MXFP4_GROUP
-from sgl_jax.layers.sources import Index, MatrixPart, Shape, Tensors
+from sgl_jax.layers.sources import Index, MatrixPart, Shape
 from sgl_jax.models.quantization import Rule
 
 _BYTES = frozenset({"U8"})
@@ -39,7 +39,7 @@ class Mxfp4Reader:
         scales = (*shape[:-1], -(-shape[-1] * (part.group or 1) // MXFP4_GROUP))
         return {weight + "_scales": Expected((scales,), _BYTES)}
 
-    def read(self, files: Tensors, weight: str, part: MatrixPart, index: Index) -> NDArray[Any]:
+    def read(self, files: Files, weight: str, part: MatrixPart, index: Index) -> NDArray[Any]:
         *outer, inputs = index
         if part.kind == "values":
             return np.stack(
@@ -59,7 +59,7 @@ def _each(outer: list[slice]) -> list[Index]:
     return [(slice(one, one + 1), rows) for one in range(experts.start, experts.stop)]
 
 
-def _values(files: Tensors, name: str, outer: Index, inputs: slice) -> NDArray[Any]:
+def _values(files: Files, name: str, outer: Index, inputs: slice) -> NDArray[Any]:
     """Return values [rows, inputs] of one expert."""
     first = inputs.start // MXFP4_GROUP
     blocks = slice(first, -(-inputs.stop // MXFP4_GROUP))

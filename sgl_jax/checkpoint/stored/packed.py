@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from sgl_jax.checkpoint.stored.reader import (
     FLOATS,
     Expected,
+    Files,
     beside,
     positions,
     read_positions,
 )
-from sgl_jax.layers.sources import Index, MatrixPart, Shape, Tensors
+from sgl_jax.layers.sources import Index, MatrixPart, Shape
 from sgl_jax.models.quantization import Rule
 
 _BITS, _PER_WORD, _ZERO = 4, 8, 8
@@ -44,7 +45,7 @@ def _unpacked(
 
 
 def _read_packed(
-    files: Tensors,
+    files: Files,
     name: str,
     at: tuple[NDArray[np.intp], NDArray[np.intp]],
     axis: int,
@@ -92,7 +93,7 @@ class CompressedReader:
         zeros = Expected(((*experts, _words_of(outputs), groups),), _WORDS)
         return {beside(weight, "weight_zero_point"): zeros}
 
-    def read(self, files: Tensors, weight: str, part: MatrixPart, index: Index) -> NDArray[Any]:
+    def read(self, files: Files, weight: str, part: MatrixPart, index: Index) -> NDArray[Any]:
         if part.kind == "order":
             return _order(files, beside(weight, "weight_g_idx"), self._group)[index]
         rows = positions(index[0])
@@ -143,7 +144,7 @@ class InputsFirstReader:
         # Symmetric files also have zero points.
         return scales if self._has_zero_points else scales | zeros
 
-    def read(self, files: Tensors, weight: str, part: MatrixPart, index: Index) -> NDArray[Any]:
+    def read(self, files: Files, weight: str, part: MatrixPart, index: Index) -> NDArray[Any]:
         if part.kind == "order":
             return _order(files, beside(weight, "g_idx"), self._group)[index]
         rows = positions(index[0])
@@ -163,7 +164,7 @@ class InputsFirstReader:
         return read_positions(files, beside(weight, "scales"), (), groups, rows).T
 
     def _zero_points(
-        self, files: Tensors, name: str, rows: NDArray[np.intp], groups: NDArray[np.intp]
+        self, files: Files, name: str, rows: NDArray[np.intp], groups: NDArray[np.intp]
     ) -> NDArray[Any]:
         """Return zero points [rows, groups]."""
         decode = partial(_plus_one, name) if self._has_less_one else np.asarray
@@ -196,7 +197,7 @@ def _stored_groups(groups: slice, part: MatrixPart, stored: int | None) -> NDArr
     return positions(groups) * (part.group or 1) // stored
 
 
-def _order(files: Tensors, name: str, group: int | None) -> NDArray[np.intp]:
+def _order(files: Files, name: str, group: int | None) -> NDArray[np.intp]:
     """Return the inputs sorted by group. Raise ValueError if groups have different sizes."""
     owner = files.read(name, ())
     sizes = np.bincount(owner) if len(owner) and owner.min() >= 0 else np.zeros(0, np.int64)

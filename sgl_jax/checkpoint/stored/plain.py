@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 from sgl_jax.checkpoint.stored.reader import (
     FLOATS,
     Expected,
+    Files,
     beside,
     positions,
     read_positions,
 )
-from sgl_jax.layers.sources import Index, MatrixPart, Shape, Tensors
+from sgl_jax.layers.sources import Index, MatrixPart, Shape
 from sgl_jax.models.quantization import Rule
 
 
@@ -45,7 +46,7 @@ class PlainReader:
         per_output = (*outer, outputs)
         return {name: Expected(((*per_output, 1), per_output, (*outer, 1), tuple(outer)), FLOATS)}
 
-    def read(self, files: Tensors, weight: str, part: MatrixPart, index: Index) -> NDArray[Any]:
+    def read(self, files: Files, weight: str, part: MatrixPart, index: Index) -> NDArray[Any]:
         if part.kind == "values":
             return files.read(weight, index)
         if part.kind == "input_scale":
@@ -60,7 +61,7 @@ class PlainReader:
             files, name, tuple(outer), positions(outputs, rows), first_inputs // inputs
         )
 
-    def _per_output(self, files: Tensors, name: str, index: Index) -> NDArray[Any]:
+    def _per_output(self, files: Files, name: str, index: Index) -> NDArray[Any]:
         """Return scales [*experts, out, 1], stored for each output or for the whole matrix."""
         *outer, outputs, _ = index
         stored = _whole(files, name)
@@ -73,5 +74,5 @@ class PlainReader:
         return stored[..., None]
 
 
-def _whole(files: Tensors, name: str) -> NDArray[Any]:
+def _whole(files: Files, name: str) -> NDArray[Any]:
     return files.read(name, ())

@@ -11,9 +11,17 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from sgl_jax.layers.sources import Index, MatrixPart, Shape, Tensors
+from sgl_jax.layers.sources import Index, MatrixPart, Shape
 
 FLOATS = frozenset({"F32", "F16", "BF16"})
+
+
+class Files(Protocol):
+    """The tensors in files."""
+
+    def read(self, name: str, index: Index) -> NDArray[Any]:
+        """Return the slice `index` of a tensor in its stored dtype."""
+        ...
 
 
 class Expected(NamedTuple):
@@ -33,7 +41,7 @@ class Reader(Protocol):
         """
         ...
 
-    def read(self, files: Tensors, weight: str, part: MatrixPart, index: Index) -> NDArray[Any]:
+    def read(self, files: Files, weight: str, part: MatrixPart, index: Index) -> NDArray[Any]:
         """Return the part's slice `index`. Raise ValueError if a tensor does not fit the scheme."""
         ...
 
@@ -48,9 +56,7 @@ def positions(index: slice, size: int = 1) -> NDArray[np.intp]:
     return np.arange(index.start, index.stop, index.step or 1) // size
 
 
-def read_positions(
-    files: Tensors, name: str, outer: Index, *axes: NDArray[np.intp]
-) -> NDArray[Any]:
+def read_positions(files: Files, name: str, outer: Index, *axes: NDArray[np.intp]) -> NDArray[Any]:
     """Read elements at any positions along a tensor's last axes; only their range is read."""
     ranges = tuple(slice(int(axis.min()), int(axis.max()) + 1) for axis in axes)
     block = files.read(name, (*outer, *ranges))

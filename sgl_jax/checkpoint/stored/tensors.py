@@ -9,8 +9,8 @@ from sgl_jax.checkpoint.stored.at_load import AtLoadReader
 from sgl_jax.checkpoint.stored.mxfp4 import Mxfp4Reader
 from sgl_jax.checkpoint.stored.packed import CompressedReader, InputsFirstReader
 from sgl_jax.checkpoint.stored.plain import PlainReader
-from sgl_jax.checkpoint.stored.reader import FLOATS, Expected, Reader
-from sgl_jax.layers.sources import Index, MatrixPart, Shape, Tensors
+from sgl_jax.checkpoint.stored.reader import FLOATS, Expected, Files, Reader
+from sgl_jax.layers.sources import Index, Shape, TensorKey
 from sgl_jax.models.quantization import Packing, QuantizationConfig, Rule
 
 _READERS: Mapping[Packing, Callable[[Rule], Reader]] = {
@@ -32,7 +32,7 @@ _SPARE: Mapping[Packing, frozenset[str]] = {
 
 
 class QuantizedTensors:
-    """Finds and reads tensors, and parts of quantized matrices (`MatrixPart`), by name."""
+    """Finds and reads tensors, and parts of quantized matrices."""
 
     def __init__(self, config: QuantizationConfig | None) -> None:
         """Set the checkpoint's config, or the config with the schemes for its floats."""
@@ -40,23 +40,21 @@ class QuantizedTensors:
         self._readers: dict[Rule, Reader] = {}
 
     def expected(
-        self, name: str, shape: Shape, *, is_integer: bool = False
+        self, key: TensorKey, shape: Shape, *, is_integer: bool = False
     ) -> Mapping[str, Expected]:
-        """Return the tensors in files that make `name`, a tensor or part of shape `shape`.
+        """Return the tensors in files that make `key`, of shape `shape`, by name.
 
         With `is_integer`, a tensor has integers.
         """
-        weight, part = MatrixPart.parse(name)
-        if part is None:
-            return {name: Expected((shape,), _INTEGERS if is_integer else FLOATS)}
-        return self._reader(weight).tensors(weight, part, shape)
+        if key.part is None:
+            return {key.name: Expected((shape,), _INTEGERS if is_integer else FLOATS)}
+        return self._reader(key.name).tensors(key.name, key.part, shape)
 
-    def read(self, files: Tensors, name: str, index: Index) -> NDArray[Any]:
+    def read(self, files: Files, key: TensorKey, index: Index) -> NDArray[Any]:
         """Read the slice `index` of a tensor or part. Raise ValueError for unfit contents."""
-        weight, part = MatrixPart.parse(name)
-        if part is None:
-            return files.read(name, index)
-        return self._reader(weight).read(files, weight, part, index)
+        if key.part is None:
+            return files.read(key.name, index)
+        return self._reader(key.name).read(files, key.name, key.part, index)
 
     def is_spare(self, name: str) -> bool:
         """Return True for a tensor that a quantized checkpoint may hold but no part needs."""
@@ -68,7 +66,7 @@ class QuantizedTensors:
         rule = self._config.rule_of(module)
         return rule is not None and own in _SPARE.get(rule.stored.packing, ())
 
-    def is_zero_bias(self, files: Tensors, name: str) -> bool:
+    def is_zero_bias(self, files: Files, name: str) -> bool:
         """Return True for a packed matrix's bias of zeros, which some AutoGPTQ versions write."""
         module, _, own = name.rpartition(".")
         rule = None if self._config is None else self._config.rule_of(module)

@@ -5,7 +5,7 @@ import pytest
 
 from sgl_jax.checkpoint.stored.tensors import QuantizedTensors
 from sgl_jax.core.quantization import Scheme
-from sgl_jax.layers.sources import MatrixPart
+from sgl_jax.layers.sources import MatrixPart, TensorKey
 from sgl_jax.models.quantization import QuantizationConfig, Rule, Stored
 from tests.checkpoint.stored.parts import Arrays
 
@@ -19,15 +19,18 @@ TENSORS = QuantizedTensors(CONFIG)
 
 
 def test_each_matrix_has_the_tensors_of_its_rule():
-    values = MatrixPart("values").name
-    assert TENSORS.expected(values("a.q_proj.weight"), (8, 32)).keys() == {"a.q_proj.weight"}
-    assert TENSORS.expected(values("a.k_proj.weight"), (8, 32)).keys() == {"a.k_proj.qweight"}
-    assert TENSORS.expected("a.o_proj.weight", (8, 32)).keys() == {"a.o_proj.weight"}
+    def names(matrix, part=None):
+        return set(TENSORS.expected(TensorKey(matrix, part), (8, 32)))
+
+    values = MatrixPart("values")
+    assert names("a.q_proj.weight", values) == {"a.q_proj.weight"}
+    assert names("a.k_proj.weight", values) == {"a.k_proj.qweight"}
+    assert names("a.o_proj.weight") == {"a.o_proj.weight"}
 
 
 def test_a_tensor_without_a_rule_is_read_as_it_is():
     files = Arrays({"norm.weight": np.arange(8)})
-    found = TENSORS.read(files, "norm.weight", (slice(2, 4),))
+    found = TENSORS.read(files, TensorKey("norm.weight"), (slice(2, 4),))
     np.testing.assert_array_equal(found, [2, 3])
 
 
