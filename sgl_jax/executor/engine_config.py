@@ -22,17 +22,12 @@ from sgl_jax.executor.device_defaults import resolve_for_device
 from sgl_jax.executor.pool_size import KVPools, StateSizes
 from sgl_jax.executor.state_slots import RowStates
 from sgl_jax.executor.step import StepState
-from sgl_jax.kernels.attention.api import attention_implementation, check_pages
+from sgl_jax.kernels.attention.api import check_pages
 from sgl_jax.kernels.attention.cache_dtype import EIGHT_BITS, cache_dtype, cache_dtype_name
-from sgl_jax.kernels.expert_dispatch.interface import expert_dispatch_implementation
-from sgl_jax.kernels.gated_delta.api import gated_delta_implementation
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, check_heads
-from sgl_jax.kernels.grouped_matmul.interface import grouped_matmul_implementation
-from sgl_jax.kernels.latent_attention.interface import latent_attention_implementation
 from sgl_jax.kernels.latent_attention.latents import latent_row_size
-from sgl_jax.kernels.quantized_matmul.interface import quantized_matmul_implementation
 from sgl_jax.layers.attention import replicated_kv_heads
-from sgl_jax.layers.qkv_heads import qkv_heads_implementation
+from sgl_jax.layers.kernels import kernels_of
 from sgl_jax.layers.sampling.row_params import packed_width
 from sgl_jax.layers.sampling.sample import BLOCK_ROWS
 from sgl_jax.mem_cache.device_pool import (
@@ -119,25 +114,13 @@ class EngineConfig(NamedTuple):
     def build_options(self) -> BuildOptions:
         simulates = self.platform == "cpu" and self.args.attention_backend == "pallas"
         on_tpu = self.platform == "tpu"
-        recurrence = gated_delta_implementation(self.args.attention_backend, simulate=simulates)
         return BuildOptions(
             dtype=self.dtype,
             ep_size=self.args.ep_size,
             placement=self.placement,
             counts_experts=self._counts_experts,
             shards_weights=self.args.weight_sharding == "data",
-            attend=attention_implementation(self.args.attention_backend, simulate=simulates),
-            attend_latents=latent_attention_implementation(
-                self.args.attention_backend, simulate=simulates
-            ),
-            qkv_heads=qkv_heads_implementation(
-                self.args.attention_backend, self.model.head_dim, simulate=simulates
-            ),
-            multiply_quantized=quantized_matmul_implementation(self.platform, simulate=simulates),
-            multiply_groups=grouped_matmul_implementation(self.platform, simulate=simulates),
-            expert_dispatch=expert_dispatch_implementation(self.platform, simulate=simulates),
-            gated_delta=recurrence.gated_delta,
-            causal_conv=recurrence.causal_conv,
+            kernels=kernels_of(self.platform, self.args.attention_backend),
             has_kv_scales=self._has_kv_scales,
             widens_int4=self.platform == "cpu",
             # Elsewhere, a program reads a layer's weights out of the stack in place.

@@ -1,7 +1,4 @@
-"""From the product of Q, K and V to heads: split, normalised and rotated.
-
-Every implementation has the signature of `QKVHeads`; only `qkv_heads_implementation` selects one.
-"""
+"""From the product of Q, K and V to heads: split, normalised and rotated."""
 
 from typing import Protocol
 
@@ -58,6 +55,9 @@ def xla_qkv_heads(
 def pallas_qkv_heads(
     qkv: jax.Array, heads: Heads, q_norm: RMSNorm | None, k_norm: RMSNorm | None, by: Rotation
 ) -> QKV:
+    """Implement `QKVHeads` by a kernel; heads that do not fill rows of lanes are left to XLA."""
+    if heads.head_dim % LANES:
+        return xla_qkv_heads(qkv, heads, q_norm, k_norm, by)
     # Imported late: a process without the Pallas kernels does not wait for their import.
     from sgl_jax.kernels.qkv_heads import HeadNorm, rotated_heads
 
@@ -74,17 +74,3 @@ def pallas_qkv_heads(
     )
     by_head = (qkv.shape[0], -1, heads.head_dim)
     return q, k.reshape(by_head), v.reshape(by_head)
-
-
-def qkv_heads_implementation(backend: str, head_dim: int, *, simulate: bool = False) -> QKVHeads:
-    """Return the TPU's kernel, or XLA for "xla" and for heads that do not fill rows of lanes.
-
-    With `simulate`, a CPU interprets the kernel, slowly.
-    """
-    if backend == "xla" or head_dim % LANES:
-        return xla_qkv_heads
-    if not simulate:
-        return pallas_qkv_heads
-    from sgl_jax.kernels.pallas_tpu import simulated
-
-    return simulated(pallas_qkv_heads)

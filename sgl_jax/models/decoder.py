@@ -17,19 +17,10 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
-from sgl_jax.kernels.attention import xla as xla_attention
-from sgl_jax.kernels.attention.api import RaggedPagedAttention
 from sgl_jax.kernels.attention.batch import AttentionBatch
-from sgl_jax.kernels.expert_dispatch.interface import XLA_MOVES, DispatchKernels
-from sgl_jax.kernels.gated_delta import xla as xla_gated_delta
-from sgl_jax.kernels.gated_delta.api import CausalConv, GatedDelta
 from sgl_jax.kernels.gated_delta.batch import StateBatch
-from sgl_jax.kernels.grouped_matmul.interface import GroupedMatmul, blocked_grouped_matmul
-from sgl_jax.kernels.latent_attention import xla as xla_latent_attention
-from sgl_jax.kernels.latent_attention.interface import PagedLatentAttention
-from sgl_jax.kernels.quantized_matmul.interface import QuantizedMatmul
-from sgl_jax.kernels.quantized_matmul.xla import cpu_quantized_matmul
 from sgl_jax.layers.embedding import Embedding, LMHead, padded_vocab_size
+from sgl_jax.layers.kernels import Kernels
 from sgl_jax.layers.layer_weights import gather_over_data, weights_of_layer
 from sgl_jax.layers.mesh_axes import (
     MESH_AXES,
@@ -41,7 +32,6 @@ from sgl_jax.layers.mesh_axes import (
 from sgl_jax.layers.moe import ExpertCopies, copy_keys, count_experts, join_counts
 from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.parameter import stack_layers
-from sgl_jax.layers.qkv_heads import QKVHeads, xla_qkv_heads
 from sgl_jax.layers.rotary import Rotation, rotation
 from sgl_jax.layers.sampling.split_logits import SplitLogits
 from sgl_jax.layers.sources import Padded, Source, Tensor, row_size
@@ -61,14 +51,7 @@ class BuildOptions(NamedTuple):
 
     dtype: DTypeLike
     shards_weights: bool = False  # each rank holds its part of a layer, and gathers it to run it
-    attend: RaggedPagedAttention = xla_attention.ragged_paged_attention
-    attend_latents: PagedLatentAttention = xla_latent_attention.latent_attention
-    qkv_heads: QKVHeads = xla_qkv_heads
-    multiply_quantized: QuantizedMatmul = cpu_quantized_matmul
-    multiply_groups: GroupedMatmul = blocked_grouped_matmul
-    expert_dispatch: DispatchKernels = XLA_MOVES
-    gated_delta: GatedDelta = xla_gated_delta.gated_delta
-    causal_conv: CausalConv = xla_gated_delta.causal_conv
+    kernels: Kernels = Kernels()
     has_kv_scales: bool = False  # declare the scales of an 8-bit KV cache
     separates_layers: bool = False  # layers have separate matrices, see `layers.layer_weights`
     widens_int4: bool = False  # int4 is int8 in memory: a CPU's programs reject int4 (jax 0.10.2)

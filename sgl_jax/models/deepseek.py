@@ -55,7 +55,7 @@ def latent_attention(
         query_norm=query_norm,
         latent_norm=_latent_norm("self_attn.kv_a_layernorm", sizes.rank, options),
         scale=config.score_scale,
-        attend=options.attend_latents,
+        attend=options.kernels.attend_latents,
     )
 
 

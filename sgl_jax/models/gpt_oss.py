@@ -60,7 +60,7 @@ def _experts(
         return ExpertLinear(
             longer(weight),
             options.dtype,
-            options.multiply_groups,
+            options.kernels.multiply_groups,
             transposed=True,
             bias=wider(bias),
             expert_axes=options.expert_axes,
@@ -74,7 +74,7 @@ def _experts(
         ExpertLinear(
             longer(down),
             options.dtype,
-            options.multiply_groups,
+            options.kernels.multiply_groups,
             transposed=False,
             bias=Tensor("mlp.experts.down_proj_bias", (experts, hidden)),
             expert_axes=options.expert_axes,
@@ -82,7 +82,7 @@ def _experts(
         ),
         num_experts=experts,
         choice=moe.choice,
-        moves=options.expert_dispatch,
+        moves=options.kernels.expert_dispatch,
         gated=partial(clamped_swiglu, limit=limit, alpha=moe.swiglu_alpha),
         scatters=options.sequence_parallel,
     )

@@ -51,7 +51,7 @@ def quantization_of(spec: LayerSpec, options: BuildOptions, weight: Source) -> Q
     rule = _rule(spec, weight)
     if rule is None:
         return None
-    return Quantized(rule.scheme, options.multiply_quantized, options.tp_size)
+    return Quantized(rule.scheme, options.kernels.multiply_quantized, options.tp_size)
 
 
 def _rule(spec: LayerSpec, weight: Source) -> Rule | None:

@@ -51,7 +51,7 @@ def mixture_of_experts(
         return ExpertLinear(
             source,
             dtype,
-            options.multiply_groups,
+            options.kernels.multiply_groups,
             transposed=inwards,
             expert_axes=options.expert_axes,
             quantized=quantization_of(spec, options, one_expert),
@@ -65,7 +65,7 @@ def mixture_of_experts(
         num_experts=moe.num_experts,
         choice=moe.choice,
         choice_bias=_choice_bias(moe),
-        moves=options.expert_dispatch,
+        moves=options.kernels.expert_dispatch,
         shared=_shared_expert(config, spec, moe, options),
         scatters=options.sequence_parallel,
     )

@@ -62,7 +62,7 @@ def gated_delta_net(
         linear(spec, options, qkv, "outputs"),
         linear(spec, options, output_gate, "outputs"),
         linear(spec, options, gates, "outputs"),
-        DepthwiseConv(conv, dtype, options.causal_conv),
+        DepthwiseConv(conv, dtype, options.kernels.causal_conv),
         Tensor("linear_attn.A_log", (own.num_value_heads,)),
         Tensor("linear_attn.dt_bias", (own.num_value_heads,)),
         RMSNorm(own_norm, config.rms_norm_eps, dtype),
@@ -70,7 +70,7 @@ def gated_delta_net(
         key_dim=own.key_dim,
         value_dim=own.value_dim,
         group=own.group,
-        recur=options.gated_delta,
+        recur=options.kernels.gated_delta,
     )
 
 

@@ -12,11 +12,8 @@ import numpy as np
 import pytest
 
 from sgl_jax.core.quantization import Scheme
-from sgl_jax.kernels.gated_delta.api import gated_delta_implementation
-from sgl_jax.kernels.grouped_matmul.interface import grouped_matmul_implementation
 from sgl_jax.kernels.grouped_matmul.matrices import GroupMatrices
-from sgl_jax.kernels.latent_attention.interface import latent_attention_implementation
-from sgl_jax.kernels.quantized_matmul.interface import quantized_matmul_implementation
+from sgl_jax.layers.kernels import kernels_of
 from tests.kernels import test_qkv_heads as heads
 from tests.kernels.attention.problems import LAYER, Case
 from tests.kernels.gated_delta import problems as delta
@@ -43,7 +40,7 @@ def spoil(array, index, value):
 
 @lru_cache
 def latent_attention(program, how):
-    attend = latent_attention_implementation(how, simulate=how == "pallas")
+    attend = kernels_of("cpu", how).attend_latents
 
     @jax.jit
     def run(problem):
@@ -82,7 +79,7 @@ DELTA = delta.Program(key_heads=1, key_dim=128, value_dim=128, tokens=100, rows=
 
 @lru_cache
 def gated_delta(how):
-    calls = gated_delta_implementation(how, simulate=how == "pallas")
+    calls = kernels_of("cpu", how)
 
     @jax.jit
     def run(problem):
@@ -138,7 +135,7 @@ def test_lines_and_matrices_of_a_grouped_product(how, values, transposed):
     program = GROUPS._replace(transposed=transposed)
     problem = groups.build(groups.Case(program, (5, 0, 12, 7, 8), None, seed=3))
     matrices, sizes = np.nan_to_num(problem.matrices.values), jnp.asarray(problem.group_sizes)
-    multiply = grouped_matmul_implementation("cpu", simulate=how == "pallas")
+    multiply = kernels_of("cpu", how).multiply_groups
 
     @jax.jit
     def run(lines, matrices):
@@ -172,7 +169,7 @@ SCHEMES = (
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_tokens_of_a_quantized_product(scheme, how, values):
     arrays = quantized.draw(scheme, 128, 256)
-    multiply = quantized_matmul_implementation("cpu", simulate=how == "pallas")
+    multiply = kernels_of("cpu", how).multiply_quantized
     run = jax.jit(partial(multiply, matrices=arrays, layer=jnp.int32(1), scheme=scheme))
     x = np.random.default_rng(1).normal(size=(16, 128)).astype(np.float32)
     want, others = run(x), np.arange(16) != 5

@@ -12,13 +12,14 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sgl_jax.kernels.grouped_matmul.interface import grouped_matmul_implementation
+from sgl_jax.kernels.grouped_matmul.interface import blocked_grouped_matmul
 from sgl_jax.layers.embedding import (
     Embedding,
     LMHead,
     padded_vocab_size,
 )
 from sgl_jax.layers.head_sources import paired_order
+from sgl_jax.layers.kernels import kernels_of
 from sgl_jax.layers.layer_weights import (
     separate_matrices,
     use_stacks,
@@ -130,7 +131,7 @@ def test_a_bias_is_added_once_however_the_matrix_is_split(split):
 )
 def test_mixture_of_experts(simulate, tp, norm_topk_prob):
     x = np.random.default_rng(1).normal(size=(40, 8)).astype(np.float32) / 4
-    multiply = grouped_matmul_implementation("cpu", simulate=simulate)
+    multiply = kernels_of("cpu", "pallas" if simulate else "xla").multiply_groups
     module = mixture_of_experts(multiply, norm_topk_prob=norm_topk_prob)
     actual, params = run(module, "__call__", x, are_tokens(x), tp=tp)
     expected = np.zeros_like(x, np.float64)
@@ -149,7 +150,7 @@ def test_mixture_of_experts(simulate, tp, norm_topk_prob):
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_shared_expert_serves_every_token_by_its_own_weight(tp):
     x = np.random.default_rng(1).normal(size=(7, 8)).astype(np.float32) / 4
-    multiply = grouped_matmul_implementation("cpu")
+    multiply = blocked_grouped_matmul
     alone = mixture_of_experts(multiply, norm_topk_prob=True)
     shared = SharedExpert(gated_mlp(8, 6), Linear(Tensor("gate", (8, 1)), jnp.float32))
     module = mixture_of_experts(multiply, norm_topk_prob=True, shared=shared)
@@ -167,7 +168,7 @@ def test_a_shared_expert_serves_every_token_by_its_own_weight(tp):
 @pytest.mark.parametrize("simulate", [False, True], ids=["XLA", "the TPU's kernel"])
 def test_experts_with_biases_and_clamped_gates(simulate, tp):
     x = np.random.default_rng(1).normal(size=(40, 8)).astype(np.float32) / 2
-    multiply = grouped_matmul_implementation("cpu", simulate=simulate)
+    multiply = kernels_of("cpu", "pallas" if simulate else "xla").multiply_groups
     gated = partial(clamped_swiglu, limit=0.5, alpha=1.7)
     module = mixture_of_experts(multiply, norm_topk_prob=True, has_biases=True, gated=gated)
     actual, params = run(module, "__call__", x, are_tokens(x), tp=tp)
@@ -190,7 +191,7 @@ class ExpertLayers(nnx.Module):
     """Three layers of experts, run one after the other as a model does."""
 
     def __init__(self, simulate):
-        multiply = grouped_matmul_implementation("cpu", simulate=simulate)
+        multiply = kernels_of("cpu", "pallas" if simulate else "xla").multiply_groups
         self.layer = mixture_of_experts(multiply, norm_topk_prob=True)
         stack_layers(self.layer, range(3), data_shards=1)
 

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.executor.engine_config import EngineConfig
 from sgl_jax.kernels.expert_dispatch import lines as expert_dispatch
-from sgl_jax.kernels.expert_dispatch.interface import XLA_MOVES, expert_dispatch_implementation
-from sgl_jax.kernels.grouped_matmul.interface import grouped_matmul_implementation
+from sgl_jax.kernels.expert_dispatch.interface import XLA_MOVES
+from sgl_jax.layers.kernels import Kernels, kernels_of
 from sgl_jax.layers.moe import ExpertCopies, clamped_swiglu, copy_keys
 from sgl_jax.models.expert_placement import place_experts
 from tests.layers.modules import declared_shapes, declared_specs, mixture_of_experts
@@ -74,10 +74,11 @@ def run(layout, x, is_token, params, *, axes=None, simulate=False, copies=None, 
     """
     num_stored = NUM_EXPERTS if axes is None else layout.num_stored
     slots, keys = (None, np.zeros(x.shape[:2], np.int32)) if copies is None else copies
+    kernels = kernels_of("cpu", "pallas" if simulate else "xla")
     module = mixture_of_experts(
-        grouped_matmul_implementation("cpu", simulate=simulate),
+        kernels.multiply_groups,
         norm_topk_prob=True,
-        moves=expert_dispatch_implementation("cpu", simulate=simulate),
+        moves=kernels.expert_dispatch,
         expert_axes=axes,
         num_stored=num_stored,
         **options,
@@ -200,8 +201,8 @@ def test_padding_has_lines_on_no_chip(layout, monkeypatch):
         jax.debug.callback(lambda own: num_used.append(int(own)), lines.num_used)
         return lines
 
-    moves = XLA_MOVES._replace(sort=sort)
-    monkeypatch.setitem(globals(), "expert_dispatch_implementation", lambda *_, **__: moves)
+    kernels = Kernels(expert_dispatch=XLA_MOVES._replace(sort=sort))
+    monkeypatch.setitem(globals(), "kernels_of", lambda *_: kernels)
     x, is_token = tokens(layout)
     is_token[:, 7:] = False
     run(layout, x, is_token, weights(has_biases=False), axes=layout.axes)

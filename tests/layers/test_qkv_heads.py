@@ -1,5 +1,7 @@
 """How Q, K and V become heads: the TPU's kernel where it has whole rows of lanes, else XLA."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,13 +9,13 @@ import pytest
 from flax import nnx
 
 from sgl_jax.layers.head_sources import Heads
+from sgl_jax.layers.kernels import kernels_of
 from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.qkv_heads import (
     pallas_qkv_heads,
-    qkv_heads_implementation,
     xla_qkv_heads,
 )
-from sgl_jax.layers.rotary import rotation
+from sgl_jax.layers.rotary import Rotation, rotation
 from sgl_jax.layers.sources import Tensor
 from sgl_jax.models.layer_specs import RopeConfig
 from tests.layers.modules import declared_shapes
@@ -43,7 +45,7 @@ def heads_by(implementation, *, normalised, from_one=False):
 
 @pytest.mark.parametrize(("normalised", "from_one"), [(True, False), (True, True), (False, False)])
 def test_the_kernel_makes_the_same_heads_as_xla(normalised, from_one):
-    kernel = qkv_heads_implementation("pallas", HEADS.head_dim, simulate=True)
+    kernel = kernels_of("cpu", "pallas").qkv_heads
     found, want = (
         heads_by(how, normalised=normalised, from_one=from_one) for how in (kernel, xla_qkv_heads)
     )
@@ -53,6 +55,7 @@ def test_the_kernel_makes_the_same_heads_as_xla(normalised, from_one):
 
 
 def test_heads_of_half_a_row_of_lanes_are_left_to_xla():
-    assert qkv_heads_implementation("pallas", 64) is xla_qkv_heads
-    assert qkv_heads_implementation("xla", 128) is xla_qkv_heads
-    assert qkv_heads_implementation("pallas", 128) is pallas_qkv_heads
+    heads, angles = replace(HEADS, head_dim=64), Rotation(*[jnp.ones((TOKENS, 1, 32))] * 2)
+    qkv = jnp.ones((TOKENS, heads.num_kv * heads.kv_width))
+    program = jax.make_jaxpr(lambda: pallas_qkv_heads(qkv, heads, None, None, angles))()
+    assert "pallas_call" not in str(program)

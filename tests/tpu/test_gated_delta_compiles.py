@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import pytest
 
 from sgl_jax.core.layer_configs import conv_state_shape
-from sgl_jax.kernels.gated_delta.api import gated_delta_implementation
 from sgl_jax.kernels.gated_delta.batch import DeltaInputs, StateBatch
+from sgl_jax.layers.kernels import kernels_of
 from sgl_jax.planner.topology import CHIPS
 from tests.tpu.compiling import (
     MAX_COMPILE_S,
@@ -18,7 +18,7 @@ from tests.tpu.compiling import (
 
 KEY_HEADS, VALUE_HEADS, DIM, WIDTH = 16, 32, 128, 4  # of Qwen3-Next-80B-A3B
 LAYERS, SLOTS, ROWS, SNAPSHOTS = 2, 2048, 64, 16
-CALLS = gated_delta_implementation("pallas")
+CALLS = kernels_of("tpu", "pallas")
 
 
 def compile_calls(mesh, tp, tokens, max_drafts=0, state_dtype=jnp.float32):

@@ -1,4 +1,4 @@
-"""The attention call of the models, and the only place that selects its implementation.
+"""The attention call of the models, and the limits of its kernels.
 
 Every implementation has the signature of `RaggedPagedAttention` and is tested against
 `tests/kernels/attention/reference.py`.
@@ -9,12 +9,10 @@ from typing import Protocol
 import jax
 from jax.typing import DTypeLike
 
-from sgl_jax.kernels.attention import xla
 from sgl_jax.kernels.attention.batch import AttentionBatch, ScoreOptions
 from sgl_jax.kernels.attention.cache_dtype import cache_dtype_name
 from sgl_jax.kernels.tpu_chip import tile_slots
 
-ATTENTION_BACKENDS = ("pallas", "xla")
 # Limits of the Pallas kernels: whole pages are copied to vector memory, and the page ids of four
 # rows to scalar memory, which has 1 MiB.
 MAX_PAGE_SIZE = 256
@@ -55,24 +53,6 @@ class RaggedPagedAttention(Protocol):
             kv_cache: with the new K and V.
         """
         ...
-
-
-def attention_implementation(backend: str, *, simulate: bool = False) -> RaggedPagedAttention:
-    """Return the implementation "xla", or "pallas" for TPU. Raise ValueError for other backends.
-
-    With `simulate`, a CPU interprets the Pallas kernels with their DMAs and semaphores, slowly.
-    """
-    if backend not in ATTENTION_BACKENDS:
-        known = ", ".join(ATTENTION_BACKENDS)
-        raise ValueError(f"the attention backend must be one of {known}, got {backend!r}")
-    if backend == "xla":
-        return xla.ragged_paged_attention
-    # Imported late: a process without the Pallas kernels does not wait for their import.
-    from sgl_jax.kernels.attention import tpu
-    from sgl_jax.kernels.pallas_tpu import simulated
-
-    attend = tpu.ragged_paged_attention
-    return simulated(attend) if simulate else attend
 
 
 def check_pages(page_size: int, row_pages: int, kv_cache_dtype: DTypeLike) -> None:

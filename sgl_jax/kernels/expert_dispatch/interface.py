@@ -1,4 +1,4 @@
-"""Choice and dispatch of experts, and the only place that selects the implementation.
+"""Choice and dispatch of experts.
 
 A line is one token's input to one of its experts. In arrays of `top_k` numbers per token, tokens
 are on the last axis, which a TPU stores in lanes.
@@ -98,17 +98,3 @@ class DispatchKernels(NamedTuple):
 
 
 XLA_MOVES = DispatchKernels(xla_choose, xla_sort, xla_gather, xla_gate, xla_add)
-
-
-def expert_dispatch_implementation(platform: str, *, simulate: bool = False) -> DispatchKernels:
-    """Return kernels for the platform "tpu", or interpreted for "cpu" with `simulate`, else XLA."""
-    if platform == "tpu" or (platform == "cpu" and simulate):
-        # Imported late: a process without Pallas does not wait for its import.
-        from sgl_jax.kernels.expert_dispatch import tpu
-        from sgl_jax.kernels.pallas_tpu import simulated
-
-        moves = DispatchKernels(
-            tpu.tpu_choose, tpu.tpu_sort, tpu.tpu_gather, tpu.tpu_gate, tpu.tpu_add
-        )
-        return moves if platform == "tpu" else DispatchKernels._make(map(simulated, moves))
-    return XLA_MOVES

@@ -1,17 +1,14 @@
-"""The calls of layers with a recurrence, and the only place that selects an implementation.
+"""The calls of layers with a recurrence.
 
 Every implementation has the signature of `GatedDelta` or `CausalConv` and is tested against
 `tests/kernels/gated_delta/reference.py`, which computes token by token in float64.
 """
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import jax
 
-from sgl_jax.kernels.gated_delta import xla
 from sgl_jax.kernels.gated_delta.batch import DeltaInputs, StateBatch
-
-GATED_DELTA_BACKENDS = ("pallas", "xla")
 
 
 class GatedDelta(Protocol):
@@ -75,29 +72,3 @@ class CausalConv(Protocol):
             states: with the new states in the batch's slots.
         """
         ...
-
-
-class GatedDeltaCalls(NamedTuple):
-    """An implementation of both calls."""
-
-    gated_delta: GatedDelta
-    causal_conv: CausalConv
-
-
-def gated_delta_implementation(backend: str, *, simulate: bool = False) -> GatedDeltaCalls:
-    """Return the implementation "xla", or "pallas" for TPU. Raise ValueError for other backends.
-
-    With `simulate`, a CPU interprets the kernels with their DMAs and semaphores, slowly.
-    """
-    if backend not in GATED_DELTA_BACKENDS:
-        known = ", ".join(GATED_DELTA_BACKENDS)
-        raise ValueError(f"the backend of gated delta nets must be one of {known}, got {backend!r}")
-    if backend == "xla":
-        return GatedDeltaCalls(xla.gated_delta, xla.causal_conv)
-    # Imported late: a process without the Pallas kernels does not wait for their import.
-    from sgl_jax.kernels.gated_delta import tpu
-    from sgl_jax.kernels.pallas_tpu import simulated
-
-    if simulate:
-        return GatedDeltaCalls(simulated(tpu.gated_delta), simulated(tpu.causal_conv))
-    return GatedDeltaCalls(tpu.gated_delta, tpu.causal_conv)

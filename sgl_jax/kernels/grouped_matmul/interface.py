@@ -1,7 +1,4 @@
-"""The grouped matmul of mixtures of experts, and the only place that selects its implementation.
-
-Every implementation has the signature of `GroupedMatmul`.
-"""
+"""The grouped matmul of mixtures of experts, and its implementations in XLA."""
 
 from typing import Protocol
 
@@ -49,8 +46,9 @@ def blocked_grouped_matmul(
     *,
     transposed: bool,
 ) -> jax.Array:
-    """Implement `GroupedMatmul` with loops over the groups and lines in use.
+    """Implement `GroupedMatmul` for a CPU, with loops over the groups and lines in use.
 
+    XLA's ragged product would multiply every line with every matrix there.
     A block overruns the end of its group. This is harmless: groups are processed in ascending
     order, and later groups overwrite these lines.
     """
@@ -91,19 +89,3 @@ def ragged_grouped_matmul(
         rhs_group_dimensions=(0,),
     )
     return lax.ragged_dot_general(lines, own, group_sizes, dimensions)
-
-
-def grouped_matmul_implementation(platform: str, *, simulate: bool = False) -> GroupedMatmul:
-    """Return the implementation for `platform` ("cpu", "gpu", "tpu").
-
-    A TPU has a kernel that reads the stacked matrices in place; with `simulate`, a CPU interprets
-    it with its DMAs, slowly. A GPU uses XLA's ragged product. On a CPU, that product would multiply
-    every line with every matrix, so loops over the groups in use replace it.
-    """
-    if platform == "tpu" or (platform == "cpu" and simulate):
-        # Imported late: a process without Pallas does not wait for its import.
-        from sgl_jax.kernels.grouped_matmul.tpu import tpu_grouped_matmul
-        from sgl_jax.kernels.pallas_tpu import simulated
-
-        return tpu_grouped_matmul if platform == "tpu" else simulated(tpu_grouped_matmul)
-    return blocked_grouped_matmul if platform == "cpu" else ragged_grouped_matmul

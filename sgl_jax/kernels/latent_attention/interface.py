@@ -1,4 +1,4 @@
-"""The latent attention call of the models, and the only place that selects its implementation.
+"""The latent attention call of the models.
 
 The cache holds one row a token for all heads (multi-head latent attention, arXiv 2405.04434): a
 compressed latent, and a part of the key that carries the position. Keys and values of a head are
@@ -21,10 +21,7 @@ from typing import Protocol
 import jax
 
 from sgl_jax.kernels.attention.batch import AttentionBatch
-from sgl_jax.kernels.latent_attention import xla
 from sgl_jax.kernels.latent_attention.latents import LatentQueries, UpProjections
-
-LATENT_ATTENTION_BACKENDS = ("pallas", "xla")
 
 
 class PagedLatentAttention(Protocol):
@@ -59,24 +56,3 @@ class PagedLatentAttention(Protocol):
             kv_cache: with the new latents.
         """
         ...
-
-
-def latent_attention_implementation(
-    backend: str, *, simulate: bool = False
-) -> PagedLatentAttention:
-    """Return the implementation "xla", or "pallas" for TPU. Raise ValueError for other backends.
-
-    With `simulate`, a CPU interprets the Pallas kernels with their DMAs and semaphores, slowly.
-    They can read the pages that `attention.api.check_pages` allows.
-    """
-    if backend not in LATENT_ATTENTION_BACKENDS:
-        known = ", ".join(LATENT_ATTENTION_BACKENDS)
-        raise ValueError(f"latent attention has the backends {known}, got {backend!r}")
-    if backend == "xla":
-        return xla.latent_attention
-    # Imported late: a process without the Pallas kernels does not wait for their import.
-    from sgl_jax.kernels.latent_attention import tpu
-    from sgl_jax.kernels.pallas_tpu import simulated
-
-    attend = tpu.latent_attention
-    return simulated(attend) if simulate else attend

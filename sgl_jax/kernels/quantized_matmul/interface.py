@@ -1,7 +1,4 @@
-"""The product with a quantized matrix, and the only place that selects its implementation.
-
-Every implementation has the signature of `QuantizedMatmul`.
-"""
+"""The product with a quantized matrix."""
 
 from typing import Protocol
 
@@ -9,7 +6,6 @@ import jax
 
 from sgl_jax.core.quantization import Scheme
 from sgl_jax.kernels.quantized_matmul.arrays import QuantizedArrays
-from sgl_jax.kernels.quantized_matmul.xla import cpu_quantized_matmul, xla_quantized_matmul
 
 
 class QuantizedMatmul(Protocol):
@@ -30,14 +26,3 @@ class QuantizedMatmul(Protocol):
             [T, out] in the dtype of x; summed in float32, or in int32 for products of int8.
         """
         ...
-
-
-def quantized_matmul_implementation(platform: str, *, simulate: bool = False) -> QuantizedMatmul:
-    """Return a platform's implementation; "cpu" with `simulate` interprets the TPU kernels."""
-    if platform == "tpu" or (platform == "cpu" and simulate):
-        # Imported late: a process without Pallas does not wait for its import.
-        from sgl_jax.kernels.pallas_tpu import simulated
-        from sgl_jax.kernels.quantized_matmul.tpu import tpu_quantized_matmul
-
-        return tpu_quantized_matmul if platform == "tpu" else simulated(tpu_quantized_matmul)
-    return cpu_quantized_matmul if platform == "cpu" else xla_quantized_matmul

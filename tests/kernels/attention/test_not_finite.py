@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas.tpu import force_tpu_interpret_mode
 
-from sgl_jax.kernels.attention.api import attention_implementation
-from sgl_jax.kernels.attention.tpu import ragged_paged_attention
+from sgl_jax.kernels.attention import tpu, xla
 from tests.kernels.attention.problems import LAYER, Case, Program, build, make_batch
 from tests.kernels.not_finite import BAD, assert_same_bits, check_rows, row_tokens
 from tests.kernels.simulation import LAZY, simulate
@@ -37,9 +36,9 @@ def compiled(program, how):
         arrays = (problem.q, problem.k, problem.v, problem.kv_cache, jnp.int32(LAYER))
         batch = make_batch(problem, program)
         if how == "xla":
-            return attention_implementation("xla")(*arrays, batch, options)
+            return xla.ragged_paged_attention(*arrays, batch, options)
         with force_tpu_interpret_mode(LAZY):
-            return ragged_paged_attention(*arrays, batch, options)
+            return tpu.ragged_paged_attention(*arrays, batch, options)
 
     return run if how == "xla" else lambda problem: simulate(run, problem)
 

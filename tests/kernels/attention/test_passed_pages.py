@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas.tpu import force_tpu_interpret_mode
 
-from sgl_jax.kernels.attention.api import attention_implementation
-from sgl_jax.kernels.attention.tpu import ragged_paged_attention
+from sgl_jax.kernels.attention import tpu, xla
 from tests.kernels.attention.problems import (
     LAYER,
     Case,
@@ -37,9 +36,9 @@ def attend(program, how):
         arrays = (problem.q, problem.k, problem.v, problem.kv_cache, jnp.int32(LAYER))
         batch = make_batch(problem, program)
         if how == "xla":
-            return attention_implementation("xla")(*arrays, batch, options)
+            return xla.ragged_paged_attention(*arrays, batch, options)
         with force_tpu_interpret_mode(MODES[how]):
-            return ragged_paged_attention(*arrays, batch, options)
+            return tpu.ragged_paged_attention(*arrays, batch, options)
 
     return run
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_jax.kernels.attention.api import attention_implementation
 from sgl_jax.kernels.attention.batch import AttentionBatch, ScoreOptions
+from sgl_jax.kernels.attention.xla import ragged_paged_attention
 from tests.kernels.attention import reference
 from tests.kernels.attention.problems import as_float8
 
@@ -120,7 +120,7 @@ def attend(problem, sliding_window, soft_cap):
         TOKENS,
         MAX_DRAFTS,
     )
-    return attention_implementation("xla")(
+    return ragged_paged_attention(
         problem.q,
         problem.k,
         problem.v,

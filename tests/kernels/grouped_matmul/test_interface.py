@@ -1,4 +1,4 @@
-"""Who multiplies groups where; and those who leave it to XLA do it right."""
+"""Grouped products in XLA agree with float64."""
 
 import jax
 import numpy as np
@@ -7,11 +7,9 @@ import pytest
 from sgl_jax.core.quantization import Scheme
 from sgl_jax.kernels.grouped_matmul.interface import (
     blocked_grouped_matmul,
-    grouped_matmul_implementation,
     ragged_grouped_matmul,
 )
 from sgl_jax.kernels.grouped_matmul.matrices import GroupMatrices
-from sgl_jax.kernels.grouped_matmul.tpu import tpu_grouped_matmul
 from tests.kernels.grouped_matmul.problems import Case, Program, build, expected, quantized_problem
 
 SIZES = {
@@ -50,10 +48,3 @@ def test_quantized_matrices_agree_with_float64(scheme, multiply, transposed):
     )
     found = run(problem.lines, problem.layer, problem.group_sizes)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
-
-
-def test_each_platform_has_its_own():
-    assert grouped_matmul_implementation("tpu") is tpu_grouped_matmul
-    assert grouped_matmul_implementation("cpu") is blocked_grouped_matmul
-    assert grouped_matmul_implementation("gpu") is ragged_grouped_matmul
-    assert grouped_matmul_implementation("cpu", simulate=True).__wrapped__ is tpu_grouped_matmul  # type: ignore[attr-defined]

@@ -13,7 +13,6 @@ from sgl_jax.kernels.attention.tpu import decode, prefill, write
 from sgl_jax.kernels.attention.tpu.shared import Pages
 from sgl_jax.kernels.attention.tpu.tuned import DecodeBlocks, PrefillBlocks
 from sgl_jax.kernels.latent_attention import tpu
-from sgl_jax.kernels.latent_attention.interface import latent_attention_implementation
 from sgl_jax.kernels.latent_attention.tpu import tuned
 from sgl_jax.kernels.pallas_tpu import wait
 from tests.kernels.attention.problems import LAYER, Case, cases
@@ -57,7 +56,7 @@ def attend(program, mode):
     @jax.jit
     def run(problem):
         with force_tpu_interpret_mode(MODES[mode]):
-            return latent_attention_implementation("pallas")(
+            return tpu.latent_attention(
                 problem.queries,
                 problem.latents,
                 problem.up,

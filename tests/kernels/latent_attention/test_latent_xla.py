@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from sgl_jax.kernels.latent_attention.interface import latent_attention_implementation
+from sgl_jax.kernels.latent_attention.xla import latent_attention
 from tests.kernels.attention.problems import LAYER, Case, cases
 from tests.kernels.latent_attention.problems import (
     SCALE,
@@ -27,7 +27,7 @@ PROGRAMS = (
 
 @partial(jax.jit, static_argnames="program")
 def attend(problem, program):
-    return latent_attention_implementation("xla")(
+    return latent_attention(
         problem.queries,
         problem.latents,
         problem.up,
@@ -64,8 +64,3 @@ def test_latents_are_attended_to_as_the_cache_holds_them(dtype, cache_dtype):
     check(
         Case(program, [(100, 1), (17, 1)], [(90, 40)], 0, seed=3), 0.03 if not cache_dtype else 2e-5
     )
-
-
-def test_an_unknown_backend_is_refused():
-    with pytest.raises(ValueError, match="got 'cuda'"):
-        latent_attention_implementation("cuda")

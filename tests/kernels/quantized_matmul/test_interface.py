@@ -7,8 +7,6 @@ import pytest
 
 from sgl_jax.core.quantization import Scheme
 from sgl_jax.kernels.quantized_matmul import xla
-from sgl_jax.kernels.quantized_matmul.interface import quantized_matmul_implementation
-from sgl_jax.kernels.quantized_matmul.tpu import tpu_quantized_matmul
 from sgl_jax.kernels.quantized_matmul.xla import cpu_quantized_matmul, xla_quantized_matmul
 from tests.kernels.quantized_matmul.problems import LAYER, draw, expected
 
@@ -63,11 +61,3 @@ def test_the_result_has_the_type_of_the_activations(multiply):
     assert found.dtype == jnp.bfloat16
     error = np.abs(np.asarray(found, np.float64) - wanted).max()
     assert error < 0.02 * np.abs(wanted).max()
-
-
-def test_each_platform_has_its_own():
-    assert quantized_matmul_implementation("cpu") is cpu_quantized_matmul
-    assert quantized_matmul_implementation("gpu") is xla_quantized_matmul
-    assert quantized_matmul_implementation("tpu") is tpu_quantized_matmul
-    simulated = quantized_matmul_implementation("cpu", simulate=True)
-    assert simulated.__wrapped__ is tpu_quantized_matmul  # type: ignore[attr-defined]

@@ -1,0 +1,78 @@
+"""The calls of layers that TPUs have Pallas kernels for, and the only place that selects them.
+
+All implementations of a call have the same signature, the protocol in its package's interface, and
+the same semantics.
+"""
+
+from typing import NamedTuple
+
+import jax
+
+from sgl_jax.kernels.attention import xla as xla_attention
+from sgl_jax.kernels.attention.api import RaggedPagedAttention
+from sgl_jax.kernels.expert_dispatch.interface import XLA_MOVES, DispatchKernels
+from sgl_jax.kernels.gated_delta import xla as xla_gated_delta
+from sgl_jax.kernels.gated_delta.api import CausalConv, GatedDelta
+from sgl_jax.kernels.grouped_matmul.interface import (
+    GroupedMatmul,
+    blocked_grouped_matmul,
+    ragged_grouped_matmul,
+)
+from sgl_jax.kernels.latent_attention import xla as xla_latent_attention
+from sgl_jax.kernels.latent_attention.interface import PagedLatentAttention
+from sgl_jax.kernels.quantized_matmul.interface import QuantizedMatmul
+from sgl_jax.kernels.quantized_matmul.xla import cpu_quantized_matmul, xla_quantized_matmul
+from sgl_jax.layers.qkv_heads import QKVHeads, pallas_qkv_heads, xla_qkv_heads
+
+
+class Kernels(NamedTuple):
+    """An implementation of each call; the defaults are a CPU's."""
+
+    attend: RaggedPagedAttention = xla_attention.ragged_paged_attention
+    attend_latents: PagedLatentAttention = xla_latent_attention.latent_attention
+    qkv_heads: QKVHeads = xla_qkv_heads
+    multiply_quantized: QuantizedMatmul = cpu_quantized_matmul
+    multiply_groups: GroupedMatmul = blocked_grouped_matmul
+    expert_dispatch: DispatchKernels = XLA_MOVES
+    gated_delta: GatedDelta = xla_gated_delta.gated_delta
+    causal_conv: CausalConv = xla_gated_delta.causal_conv
+
+
+def kernels_of(platform: str, backend: str) -> Kernels:
+    """Return the kernels for "cpu", "gpu" or "tpu" and the backend "pallas" or "xla".
+
+    On a CPU, "pallas" interprets the TPU's kernels with their DMAs and semaphores, slowly.
+    """
+    if backend == "xla":
+        if platform == "cpu":
+            return Kernels()
+        return Kernels(
+            multiply_quantized=xla_quantized_matmul, multiply_groups=ragged_grouped_matmul
+        )
+    # Imported late: a process without Pallas does not wait for its import.
+    from sgl_jax.kernels.attention import tpu as attention
+    from sgl_jax.kernels.expert_dispatch import tpu as experts
+    from sgl_jax.kernels.gated_delta import tpu as gated_delta
+    from sgl_jax.kernels.grouped_matmul.tpu import tpu_grouped_matmul
+    from sgl_jax.kernels.latent_attention import tpu as latent_attention
+    from sgl_jax.kernels.pallas_tpu import simulated
+    from sgl_jax.kernels.quantized_matmul.tpu import tpu_quantized_matmul
+
+    kernels = Kernels(
+        attention.ragged_paged_attention,
+        latent_attention.latent_attention,
+        pallas_qkv_heads,
+        tpu_quantized_matmul,
+        tpu_grouped_matmul,
+        DispatchKernels(
+            experts.tpu_choose,
+            experts.tpu_sort,
+            experts.tpu_gather,
+            experts.tpu_gate,
+            experts.tpu_add,
+        ),
+        gated_delta.gated_delta,
+        gated_delta.causal_conv,
+    )
+    interpreted: Kernels = jax.tree.map(simulated, kernels)
+    return kernels if platform == "tpu" else interpreted
