@@ -32,7 +32,7 @@ import jax.numpy as jnp
 
 from benchmarks.kernels.attention_kernels import ATTENTION_KERNELS, CHUNK, DTYPE
 from benchmarks.kernels.recurrence_kernels import RECURRENCE_KERNELS
-from sgl_jax.kernels.grouped_matmul.matrices import GroupMatrices
+from sgl_jax.kernels.grouped_matmul.interface import GroupMatrices
 from sgl_jax.kernels.grouped_matmul.tpu import choose_tiles, tpu_grouped_matmul
 from sgl_jax.planner.topology import CHIPS
 

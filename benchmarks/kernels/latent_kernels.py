@@ -31,12 +31,12 @@ from sgl_jax.kernels.attention.tpu.prefill import prefill_attention
 from sgl_jax.kernels.attention.tpu.shared import CacheSlots, Expansion
 from sgl_jax.kernels.attention.tpu.tuned import PrefillBlocks
 from sgl_jax.kernels.latent_attention.latents import latent_row_size
-from sgl_jax.kernels.latent_attention.tpu import latent_slots
-from sgl_jax.kernels.latent_attention.tpu.tuned import (
+from sgl_jax.kernels.latent_attention.tpu import (
     DECODE_BLOCKS,
     EXPANDED_HEADS,
     expanded_prefill_blocks,
     latent_prefill_blocks,
+    latent_slots,
 )
 from sgl_jax.planner.topology import Topology, topology_mesh
 

@@ -19,9 +19,9 @@ from benchmarks.kernels.compiled_kernel import Kernel, compile_for, longest_loop
 import jax.numpy as jnp
 
 from sgl_jax.core.quantization import MXFP4_GROUP, ActivationFormat, Scheme, WeightFormat
-from sgl_jax.kernels.grouped_matmul.matrices import GroupMatrices
+from sgl_jax.kernels.grouped_matmul.interface import GroupMatrices
 from sgl_jax.kernels.grouped_matmul.tpu import tpu_grouped_matmul
-from sgl_jax.kernels.quantized_matmul.arrays import QuantizedArrays
+from sgl_jax.kernels.quantized_matmul.interface import QuantizedArrays
 from sgl_jax.kernels.quantized_matmul.numbers import value_dtype
 from sgl_jax.kernels.quantized_matmul.tpu import (
     VALUES_NAME,

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from sgl_jax.kernels.grouped_matmul.interface import GroupedMatmul
-from sgl_jax.kernels.grouped_matmul.matrices import GroupMatrices
+from sgl_jax.kernels.grouped_matmul.interface import GroupedMatmul, GroupMatrices
 from sgl_jax.layers.layer_weights import use_stacks, use_weight
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS, MeshAxes, scatter_sum, sum_over_tensor
 from sgl_jax.layers.parameter import parameter

@@ -11,10 +11,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from sgl_jax.core.quantization import Scheme
-from sgl_jax.kernels.grouped_matmul.interface import GroupedMatmul
-from sgl_jax.kernels.grouped_matmul.matrices import GroupMatrices
-from sgl_jax.kernels.quantized_matmul.arrays import QuantizedArrays
-from sgl_jax.kernels.quantized_matmul.interface import QuantizedMatmul
+from sgl_jax.kernels.grouped_matmul.interface import GroupedMatmul, GroupMatrices
+from sgl_jax.kernels.quantized_matmul.interface import QuantizedArrays, QuantizedMatmul
 from sgl_jax.kernels.quantized_matmul.numbers import scale_dtype, value_dtype
 from sgl_jax.layers.layer_weights import use_stacks, use_weight
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS, MeshAxes, concatenate_over

@@ -14,7 +14,7 @@ from sgl_jax.core.quantization import WeightFormat
 from sgl_jax.kernels.expert_dispatch.lines import UNDIVIDED_TOKENS, are_few, lines_at_once
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS
 from sgl_jax.kernels.grouped_matmul.tpu import choose_tiles
-from sgl_jax.kernels.latent_attention.tpu.tuned import EXPANDED_QUERIES, EXPANDED_TOKENS
+from sgl_jax.kernels.latent_attention.tpu import EXPANDED_QUERIES, EXPANDED_TOKENS
 from sgl_jax.kernels.quantized_matmul.tpu import kernel_of
 from sgl_jax.kernels.tpu_chip import LANES
 from sgl_jax.models.config import ModelConfig, MoeConfig

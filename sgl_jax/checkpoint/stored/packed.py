@@ -7,7 +7,7 @@ packed, and AWQ in their order in a word.
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -26,149 +26,118 @@ from sgl_jax.models.quantization import Rule
 
 _BITS, _PER_WORD, _ZERO = 4, 8, 8
 _WORDS = frozenset({"I32"})
-_IN_TURN = tuple(range(_PER_WORD))
-# Each column's index in a word of AWQ, starting with the lowest bits.
-_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 _ONES = np.uint32(0x11111111)  # a word of ones
 _LOST = np.uint32(0xFF000000)  # the last two values are 15
 
 
-def _unpacked(
-    words: NDArray[Any], axis: int, places: tuple[int, ...] = _IN_TURN
-) -> NDArray[np.int32]:
-    """Unpack int32 words along `axis` to values 0 to 15."""
-    shifts = np.array(places, np.uint32) * _BITS
-    by_word = np.moveaxis(np.asarray(words).view(np.uint32), axis, -1)
-    values = (by_word[..., None] >> shifts) & np.uint32(2**_BITS - 1)
-    flat = values.reshape(*by_word.shape[:-1], -1).astype(np.int32)
-    return np.moveaxis(flat, -1, axis)
+class _Layout(NamedTuple):
+    """The tensors of a packing; zero points are packed along outputs."""
+
+    values: str
+    scales: str
+    zero_points: str
+    order: str
+    inputs_first: bool  # tensors are [in, out], else [out, in]
+    packs_outputs: bool  # values are packed along outputs, else along inputs
+    places: tuple[int, ...] = tuple(range(_PER_WORD))  # of values in a word, lowest bits first
 
 
-def _read_packed(
-    files: Files,
-    name: str,
-    at: tuple[NDArray[np.intp], NDArray[np.intp]],
-    axis: int,
-    places: tuple[int, ...] = _IN_TURN,
-    decode: Callable[[NDArray[Any]], NDArray[Any]] = np.asarray,
-) -> NDArray[np.int32]:
-    """Return values 0 to 15 at positions `at`, packed along `axis` in words `decode(stored)`."""
-    own = at[axis]
-    first = own.min() // _PER_WORD
-    words = np.arange(first, own.max() // _PER_WORD + 1)
-    stored = read_positions(files, name, (), *at[:axis], words, *at[axis + 1 :])
-    found: NDArray[np.int32] = _unpacked(decode(stored), axis, places).take(
-        own - first * _PER_WORD, axis=axis
-    )
-    return found
+_OF_GPTQ = _Layout("qweight", "scales", "qzeros", "g_idx", inputs_first=True, packs_outputs=False)
+_LAYOUTS: Mapping[str, _Layout] = {
+    "compressed": _Layout(
+        *("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx"),
+        inputs_first=False,
+        packs_outputs=False,
+    ),
+    "awq": _OF_GPTQ._replace(packs_outputs=True, places=(0, 4, 1, 5, 2, 6, 3, 7)),
+    "gptq": _OF_GPTQ,
+}
 
 
-def _signed(values: NDArray[np.int32]) -> NDArray[Any]:
-    return (values - _ZERO).astype(ml_dtypes.int4)
+class PackedReader:
+    """A `Reader` of "pack-quantized" of compressed-tensors, of AWQ ("gemm"), and of GPTQ."""
+
+    def __init__(self, rule: Rule) -> None:
+        self._layout = _LAYOUTS[rule.stored.packing]
+        self._group = rule.scheme.group_size
+        self._has_order = rule.scheme.has_input_order
+        self._has_less_one = rule.stored.zero_points_less_one
+        # Symmetric files of AWQ and GPTQ also have zero points.
+        self._checks_zero_points = self._layout.inputs_first and not rule.scheme.has_zero_points
+
+    def tensors(self, weight: str, part: MatrixPart, shape: Shape) -> Mapping[str, Expected]:
+        names = self._layout
+        if part.kind == "order":
+            return {beside(weight, names.order): Expected((shape,), _WORDS)}
+        *experts, outputs, inputs = shape
+
+        def expected(name: str, rows: int, columns: int, types: frozenset[str]) -> dict[str, Any]:
+            own = (columns, rows) if self._layout.inputs_first else (rows, columns)
+            return {beside(weight, name): Expected(((*experts, *own),), types)}
+
+        if part.kind == "values":
+            if self._layout.packs_outputs:
+                return expected(names.values, _words_of(outputs), inputs, _WORDS)
+            return expected(names.values, outputs, _words_of(inputs), _WORDS)
+        groups = _num_stored_groups(inputs, part, self._group)
+        zeros = expected(names.zero_points, _words_of(outputs), groups, _WORDS)
+        if part.kind == "zero_points":
+            return zeros
+        scales = expected(names.scales, outputs, groups, FLOATS)
+        return scales | zeros if self._checks_zero_points else scales
+
+    def read(self, files: Files, weight: str, part: MatrixPart, index: Index) -> NDArray[Any]:
+        layout = self._layout
+        values, scales, zero_points, order = (beside(weight, name) for name in layout[:4])
+        if part.kind == "order":
+            return _order(files, order, self._group)[index]
+        rows = positions(index[0])
+        if part.kind == "values":
+            inputs = positions(index[1])
+            if self._has_order:
+                inputs = _order(files, order, self._group)[inputs]
+            return self._unpacked(files, values, rows, inputs, layout.packs_outputs)
+        groups = _stored_groups(index[1], part, self._group)
+        if part.kind == "zero_points" or self._checks_zero_points:
+            decode = partial(_plus_one, zero_points) if self._has_less_one else np.asarray
+            zeros = self._unpacked(files, zero_points, rows, groups, True, decode)
+            if part.kind == "zero_points":
+                return zeros
+            if (zeros != 0).any():
+                raise ValueError(
+                    f"{zero_points} has zero points other than 8, but the config is symmetric"
+                )
+        if layout.inputs_first:
+            return read_positions(files, scales, (), groups, rows).T
+        return read_positions(files, scales, (), rows, groups)
+
+    def _unpacked(
+        self,
+        files: Files,
+        name: str,
+        rows: NDArray[np.intp],
+        columns: NDArray[np.intp],
+        packs_rows: bool,
+        decode: Callable[[NDArray[Any]], NDArray[Any]] = np.asarray,
+    ) -> NDArray[Any]:
+        """Return int4 [rows, columns] of a tensor with words `decode(stored)` along an axis."""
+        at, axis = [rows, columns], 0 if packs_rows else 1
+        own = at[axis]
+        first = own.min() // _PER_WORD
+        at[axis] = np.arange(first, own.max() // _PER_WORD + 1)
+        if self._layout.inputs_first:
+            words = read_positions(files, name, (), *at[::-1]).T
+        else:
+            words = read_positions(files, name, (), *at)
+        by_word = np.moveaxis(np.asarray(decode(words)).view(np.uint32), axis, -1)
+        shifts = np.array(self._layout.places, np.uint32) * _BITS
+        values = (by_word[..., None] >> shifts) & np.uint32(2**_BITS - 1)
+        flat = values.reshape(len(by_word), -1)[:, own - first * _PER_WORD].astype(np.int32)
+        return np.moveaxis(flat - _ZERO, -1, axis).astype(ml_dtypes.int4)
 
 
 def _words_of(size: int) -> int:
     return -(-size // _PER_WORD)
-
-
-class CompressedReader:
-    """A `Reader` of "pack-quantized": values are packed along inputs, zero points along outputs."""
-
-    def __init__(self, rule: Rule) -> None:
-        self._group = rule.scheme.group_size
-        self._has_order = rule.scheme.has_input_order
-
-    def tensors(self, weight: str, part: MatrixPart, shape: Shape) -> Mapping[str, Expected]:
-        if part.kind == "order":
-            return {beside(weight, "weight_g_idx"): Expected((shape,), _WORDS)}
-        *experts, outputs, inputs = shape
-        if part.kind == "values":
-            packed = Expected(((*experts, outputs, _words_of(inputs)),), _WORDS)
-            return {beside(weight, "weight_packed"): packed}
-        groups = _num_stored_groups(inputs, part, self._group)
-        if part.kind == "scales":
-            return {
-                beside(weight, "weight_scale"): Expected(((*experts, outputs, groups),), FLOATS)
-            }
-        zeros = Expected(((*experts, _words_of(outputs), groups),), _WORDS)
-        return {beside(weight, "weight_zero_point"): zeros}
-
-    def read(self, files: Files, weight: str, part: MatrixPart, index: Index) -> NDArray[Any]:
-        if part.kind == "order":
-            return _order(files, beside(weight, "weight_g_idx"), self._group)[index]
-        rows = positions(index[0])
-        if part.kind == "values":
-            inputs = positions(index[1])
-            if self._has_order:
-                inputs = _order(files, beside(weight, "weight_g_idx"), self._group)[inputs]
-            return _signed(
-                _read_packed(files, beside(weight, "weight_packed"), (rows, inputs), axis=1)
-            )
-        groups = _stored_groups(index[1], part, self._group)
-        if part.kind == "scales":
-            return read_positions(files, beside(weight, "weight_scale"), (), rows, groups)
-        name = beside(weight, "weight_zero_point")
-        return _signed(_read_packed(files, name, (rows, groups), axis=0))
-
-
-class InputsFirstReader:
-    """A `Reader` of AWQ ("gemm") and GPTQ: tensors are [in, out].
-
-    AWQ packs values along outputs, GPTQ along inputs; both pack zero points along outputs.
-    """
-
-    def __init__(self, rule: Rule) -> None:
-        self._group = rule.scheme.group_size
-        self._has_order = rule.scheme.has_input_order
-        self._has_zero_points = rule.scheme.has_zero_points
-        self._is_awq = rule.stored.packing == "awq"
-        self._places = _AWQ_PLACES if self._is_awq else _IN_TURN
-        self._has_less_one = rule.stored.zero_points_less_one
-
-    def tensors(self, weight: str, part: MatrixPart, shape: Shape) -> Mapping[str, Expected]:
-        if part.kind == "order":
-            return {beside(weight, "g_idx"): Expected((shape,), _WORDS)}
-        *experts, outputs, inputs = shape
-        if part.kind == "values":
-            packed = (*experts, inputs, _words_of(outputs))
-            if not self._is_awq:
-                packed = (*experts, _words_of(inputs), outputs)
-            return {beside(weight, "qweight"): Expected((packed,), _WORDS)}
-        groups = _num_stored_groups(inputs, part, self._group)
-        zeros = {
-            beside(weight, "qzeros"): Expected(((*experts, groups, _words_of(outputs)),), _WORDS)
-        }
-        if part.kind == "zero_points":
-            return zeros
-        scales = {beside(weight, "scales"): Expected(((*experts, groups, outputs),), FLOATS)}
-        # Symmetric files also have zero points.
-        return scales if self._has_zero_points else scales | zeros
-
-    def read(self, files: Files, weight: str, part: MatrixPart, index: Index) -> NDArray[Any]:
-        if part.kind == "order":
-            return _order(files, beside(weight, "g_idx"), self._group)[index]
-        rows = positions(index[0])
-        if part.kind == "values":
-            inputs = positions(index[1])
-            if self._has_order:
-                inputs = _order(files, beside(weight, "g_idx"), self._group)[inputs]
-            axis, name = (1 if self._is_awq else 0), beside(weight, "qweight")
-            return _signed(_read_packed(files, name, (inputs, rows), axis, self._places).T)
-        groups = _stored_groups(index[1], part, self._group)
-        zeros = self._zero_points(files, beside(weight, "qzeros"), rows, groups)
-        if part.kind == "zero_points":
-            return zeros
-        if not self._has_zero_points and (zeros != 0).any():
-            name = beside(weight, "qzeros")
-            raise ValueError(f"{name} has zero points other than 8, but the config is symmetric")
-        return read_positions(files, beside(weight, "scales"), (), groups, rows).T
-
-    def _zero_points(
-        self, files: Files, name: str, rows: NDArray[np.intp], groups: NDArray[np.intp]
-    ) -> NDArray[Any]:
-        """Return zero points [rows, groups]."""
-        decode = partial(_plus_one, name) if self._has_less_one else np.asarray
-        return _signed(_read_packed(files, name, (groups, rows), 1, self._places, decode).T)
 
 
 def _plus_one(name: str, stored: NDArray[Any]) -> NDArray[np.uint32]:

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from sgl_jax.checkpoint.stored.at_load import AtLoadReader
 from sgl_jax.checkpoint.stored.mxfp4 import Mxfp4Reader
-from sgl_jax.checkpoint.stored.packed import CompressedReader, InputsFirstReader
+from sgl_jax.checkpoint.stored.packed import PackedReader
 from sgl_jax.checkpoint.stored.plain import PlainReader
 from sgl_jax.checkpoint.stored.reader import FLOATS, Expected, Files, Reader
 from sgl_jax.layers.sources import Index, Shape, TensorKey
@@ -16,9 +16,9 @@ from sgl_jax.models.quantization import Packing, QuantizationConfig, Rule
 _READERS: Mapping[Packing, Callable[[Rule], Reader]] = {
     "float": AtLoadReader,
     "plain": PlainReader,
-    "compressed": CompressedReader,
-    "awq": InputsFirstReader,
-    "gptq": InputsFirstReader,
+    "compressed": PackedReader,
+    "awq": PackedReader,
+    "gptq": PackedReader,
     "mxfp4": Mxfp4Reader,
 }
 _INTEGERS = frozenset({"I64", "I32"})

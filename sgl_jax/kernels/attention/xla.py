@@ -103,7 +103,7 @@ def ragged_paged_attention(
     options: ScoreOptions,
 ) -> tuple[jax.Array, jax.Array]:
     """Implement `api.RaggedPagedAttention`."""
-    kv_cache = write_kv(k, v, kv_cache, layer, batch)
+    kv_cache = write_slots(new_slots(k, v, kv_cache), kv_cache, layer, batch)
     return attend_cached(q, _Heads(kv_cache, layer, q.shape[2]), batch, options), kv_cache
 
 
@@ -127,15 +127,15 @@ def attend_cached(
     return out[: q.shape[0]]
 
 
-def write_kv(
-    k: jax.Array, v: jax.Array, kv_cache: jax.Array, layer: jax.Array, batch: AttentionBatch
+def write_slots(
+    slots: jax.Array, kv_cache: jax.Array, layer: jax.Array, batch: AttentionBatch
 ) -> jax.Array:
-    """Scatter k, v [T, kv_heads, head_dim] to their slots; padding goes to the null page."""
+    """Scatter slots [T, heads, numbers] in the cache's layout; padding goes to the null page."""
     page_size = kv_cache.shape[3]
     pages = batch.page_table[batch.token_rows, batch.positions // page_size]
     pages = jnp.where(batch.valid, pages, NULL_PAGE)
-    slots = kv_cache.at[layer, pages, :, batch.positions % page_size]
-    return slots.set(new_slots(k, v, kv_cache), mode="promise_in_bounds")
+    places = kv_cache.at[layer, pages, :, batch.positions % page_size]
+    return places.set(slots, mode="promise_in_bounds")
 
 
 def _decode(

@@ -27,7 +27,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
 from sgl_jax.core.quantization import WeightFormat
-from sgl_jax.kernels.grouped_matmul.matrices import GroupMatrices
+from sgl_jax.kernels.grouped_matmul.interface import GroupMatrices
 from sgl_jax.kernels.pallas_tpu import product
 from sgl_jax.kernels.quantized_matmul.numbers import as_numbers, as_scales, dequantized
 from sgl_jax.kernels.tpu_chip import LANES, VMEM_LIMIT_BYTES

@@ -7,11 +7,10 @@ and the latents of the same rows as values.
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from sgl_jax.kernels.attention.batch import NULL_PAGE, AttentionBatch, ScoreOptions
+from sgl_jax.kernels.attention.batch import AttentionBatch, ScoreOptions
 from sgl_jax.kernels.attention.cache_dtype import as_float32
-from sgl_jax.kernels.attention.xla import attend_cached
+from sgl_jax.kernels.attention.xla import attend_cached, write_slots
 from sgl_jax.kernels.latent_attention.latents import (
     LatentQueries,
     UpProjections,
@@ -52,19 +51,8 @@ def latent_attention(
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
     """Implement `interface.PagedLatentAttention`."""
-    kv_cache = write_latents(latents, kv_cache, layer, batch)
+    rows = cached_rows(latents, kv_cache.shape[4], kv_cache.dtype)
+    kv_cache = write_slots(rows[:, None], kv_cache, layer, batch)
     q = absorbed_queries(queries, up, kv_cache.shape[4])
     found = attend_cached(q, _Latents(kv_cache, layer, up.rank), batch, ScoreOptions(scale))
     return values_of_latents(found, up), kv_cache
-
-
-def write_latents(
-    latents: jax.Array, kv_cache: jax.Array, layer: jax.Array, batch: AttentionBatch
-) -> jax.Array:
-    """Scatter latents [T, rank + rope_dim] to their slots; padding goes to the null page."""
-    page_size, row_size = kv_cache.shape[3:]
-    pages = batch.page_table[batch.token_rows, batch.positions // page_size]
-    pages = jnp.where(batch.valid, pages, NULL_PAGE)
-    rows = cached_rows(latents, row_size, kv_cache.dtype)
-    slots = kv_cache.at[layer, pages, 0, batch.positions % page_size]
-    return slots.set(rows, mode="promise_in_bounds")

@@ -1,11 +1,27 @@
 """The product with a quantized matrix."""
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
+from jax import lax
 
 from sgl_jax.core.quantization import Scheme
-from sgl_jax.kernels.quantized_matmul.arrays import QuantizedArrays
+
+
+class QuantizedArrays(NamedTuple):
+    """One chip's part of the arrays of matrices, stacked by layer."""
+
+    values: jax.Array  # [layers, in, out]
+    scales: jax.Array  # [layers, groups, out]
+    zero_points: jax.Array | None  # same shape as scales
+    input_scale: jax.Array | None  # float32 [1], of the current layer's activations
+
+    def of_layer(self, layer: jax.Array) -> "QuantizedArrays":
+        """Return one layer's arrays, without the first axis."""
+        stacks = self._replace(input_scale=None)
+        own = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, layer, keepdims=False), stacks)
+        of_layer: QuantizedArrays = own._replace(input_scale=self.input_scale)
+        return of_layer
 
 
 class QuantizedMatmul(Protocol):

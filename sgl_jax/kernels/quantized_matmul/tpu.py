@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.core.quantization import ActivationFormat, Scheme, WeightFormat
 from sgl_jax.kernels.pallas_tpu import product
-from sgl_jax.kernels.quantized_matmul.arrays import QuantizedArrays
+from sgl_jax.kernels.quantized_matmul.interface import QuantizedArrays
 from sgl_jax.kernels.quantized_matmul.numbers import (
     dequantized,
     quantize_activations,

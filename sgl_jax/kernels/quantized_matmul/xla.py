@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sgl_jax.core.quantization import Scheme
-from sgl_jax.kernels.quantized_matmul.arrays import QuantizedArrays
+from sgl_jax.kernels.quantized_matmul.interface import QuantizedArrays
 from sgl_jax.kernels.quantized_matmul.numbers import (
     as_numbers,
     as_scales,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from sgl_jax.checkpoint.stored.packed import CompressedReader, InputsFirstReader
+from sgl_jax.checkpoint.stored.packed import PackedReader
 from sgl_jax.core.quantization import Scheme
 from sgl_jax.layers.sources import MatrixPart
 from sgl_jax.models.quantization import Rule, Stored
@@ -46,7 +46,7 @@ def compressed(*, symmetric, ordered):
         zero = 8 if symmetric else nibble(zeros[o // 8, group[i]], o % 8)
         matrix[o, i] = (nibble(packed[o, i // 8], i % 8) - zero) * scales[o, group[i]]
     scheme = Scheme("int4", GROUP, has_zero_points=not symmetric, has_input_order=ordered)
-    reader = CompressedReader(Rule(scheme, Stored("compressed")))
+    reader = PackedReader(Rule(scheme, Stored("compressed")))
     return reader, tensors, matrix[:, np.argsort(group, kind="stable")]
 
 
@@ -59,7 +59,7 @@ def awq():
         place, group = AWQ_COLUMNS.index(o % 8), i // GROUP
         value = nibble(packed[i, o // 8], place) - nibble(zeros[group, o // 8], place)
         matrix[o, i] = value * scales[group, o]
-    reader = InputsFirstReader(Rule(Scheme("int4", GROUP, True), Stored("awq", "scales")))
+    reader = PackedReader(Rule(Scheme("int4", GROUP, True), Stored("awq", "scales")))
     return reader, Arrays({"q.qweight": packed, "q.qzeros": zeros, "q.scales": scales}), matrix
 
 
@@ -78,7 +78,7 @@ def gptq(*, less_one, ordered):
         matrix[o, i] = (nibble(packed[i // 8, o], i % 8) - zero) * scales[owner[i], o]
     scheme = Scheme("int4", GROUP, has_zero_points=True, has_input_order=ordered)
     stored = Stored("gptq", "scales", zero_points_less_one=less_one)
-    reader = InputsFirstReader(Rule(scheme, stored))
+    reader = PackedReader(Rule(scheme, stored))
     return reader, tensors, matrix[:, np.argsort(owner, kind="stable")]
 
 
@@ -135,7 +135,7 @@ def test_inputs_dealt_unevenly_to_groups_are_refused(name, owner):
 def symmetric_gptq(zeros):
     _, tensors, _ = LAYOUTS["gptq"]
     stored = Stored("gptq", "scales", zero_points_less_one=True)
-    reader = InputsFirstReader(Rule(Scheme("int4", GROUP), stored))
+    reader = PackedReader(Rule(Scheme("int4", GROUP), stored))
     changed = Arrays(tensors | {"q.qzeros": np.full_like(tensors["q.qzeros"], zeros)})
     index = (slice(0, OUTPUTS), slice(0, GROUPS))
     return reader.read(changed, WEIGHT, MatrixPart("scales", GROUP), index)

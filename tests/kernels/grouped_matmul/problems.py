@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from sgl_jax.core.quantization import Scheme
-from sgl_jax.kernels.grouped_matmul.matrices import GroupMatrices
+from sgl_jax.kernels.grouped_matmul.interface import GroupMatrices
 from tests.kernels.quantized_matmul.problems import LAYER as DRAWN_LAYER
 from tests.kernels.quantized_matmul.problems import draw, numbers
 

@@ -6,10 +6,10 @@ import pytest
 
 from sgl_jax.core.quantization import Scheme
 from sgl_jax.kernels.grouped_matmul.interface import (
+    GroupMatrices,
     blocked_grouped_matmul,
     ragged_grouped_matmul,
 )
-from sgl_jax.kernels.grouped_matmul.matrices import GroupMatrices
 from tests.kernels.grouped_matmul.problems import Case, Program, build, expected, quantized_problem
 
 SIZES = {

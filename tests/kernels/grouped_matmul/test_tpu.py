@@ -11,7 +11,7 @@ from jax.experimental.pallas.tpu import force_tpu_interpret_mode
 
 from sgl_jax.core.quantization import Scheme
 from sgl_jax.kernels.grouped_matmul import tpu
-from sgl_jax.kernels.grouped_matmul.matrices import GroupMatrices
+from sgl_jax.kernels.grouped_matmul.interface import GroupMatrices
 from sgl_jax.kernels.grouped_matmul.tpu import Tiles
 from tests.kernels.grouped_matmul.problems import (
     Case,

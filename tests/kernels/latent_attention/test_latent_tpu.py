@@ -13,7 +13,6 @@ from sgl_jax.kernels.attention.tpu import decode, prefill, write
 from sgl_jax.kernels.attention.tpu.shared import Pages
 from sgl_jax.kernels.attention.tpu.tuned import DecodeBlocks, PrefillBlocks
 from sgl_jax.kernels.latent_attention import tpu
-from sgl_jax.kernels.latent_attention.tpu import tuned
 from sgl_jax.kernels.pallas_tpu import wait
 from tests.kernels.attention.problems import LAYER, Case, cases
 from tests.kernels.latent_attention.problems import (
@@ -49,7 +48,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(tpu, "latent_prefill_blocks", lambda *_: blocks)
     monkeypatch.setattr(tpu, "expanded_prefill_blocks", lambda *_: blocks)
     monkeypatch.setattr(tpu, "EXPANDED_HEADS", 2)
-    monkeypatch.setattr(tuned, "EXPANDED_TOKENS", 96)
+    monkeypatch.setattr(tpu, "EXPANDED_TOKENS", 96)
 
 
 def attend(program, mode):

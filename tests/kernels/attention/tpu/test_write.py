@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from jax.experimental.pallas.tpu import force_tpu_interpret_mode
 
 from sgl_jax.kernels.attention import xla
-from sgl_jax.kernels.attention.cache_dtype import as_cached
+from sgl_jax.kernels.attention.cache_dtype import as_cached, new_slots
 from sgl_jax.kernels.attention.tpu import write as module
 from tests.kernels.attention.problems import (
     LAYER,
@@ -155,7 +155,8 @@ def test_the_kernel_writes_the_bits_that_xla_writes(program):
 @partial(jax.jit, static_argnames="program")
 def by_xla(problem, program):
     batch = make_batch(problem, program)
-    return xla.write_kv(problem.k, problem.v, problem.kv_cache, jnp.int32(LAYER), batch)
+    slots = new_slots(problem.k, problem.v, problem.kv_cache)
+    return xla.write_slots(slots, problem.kv_cache, jnp.int32(LAYER), batch)
 
 
 def test_8_bits_hold_nan_where_a_key_or_value_is_not_finite_and_saturate_elsewhere():
