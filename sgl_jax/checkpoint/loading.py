@@ -19,7 +19,7 @@ from sgl_jax.core.progress import Progress
 from sgl_jax.layers.layer_weights import separate_matrices
 from sgl_jax.layers.parameter import Declaration, ParamTree
 from sgl_jax.layers.parameter import Path as ParamPath
-from sgl_jax.models.eagle3 import is_spare_of_head
+from sgl_jax.models.eagle3 import SPARE_TENSORS
 from sgl_jax.models.placement import PlacedModel
 
 _DUMMY_VALUE = 2.0  # standard deviation of quantized dummies: few values exceed int4's 7
@@ -113,7 +113,8 @@ def _load_head(
     folder: Path, declared: Declared, vocab_size: int, progress: Progress, *, check_all: bool
 ) -> dict[ParamPath, jax.Array]:
     """Load an EAGLE-3 head. Raise CheckpointError, also if its logits are for unknown tokens."""
-    params = load_safetensors(folder, declared, is_spare_of_head, progress, check_all=check_all)
+    is_spare = SPARE_TENSORS.__contains__
+    params = load_safetensors(folder, declared, is_spare, progress, check_all=check_all)
     offsets = params.get(("draft_layer", "offsets"))
     if offsets is not None:
         tokens = np.asarray(offsets) + np.arange(len(offsets))

@@ -26,6 +26,7 @@ from sgl_jax.kernels.expert_dispatch.lines import (
     in_parts,
     lines_at_once,
 )
+from sgl_jax.kernels.expert_dispatch.xla import add_part
 from sgl_jax.layers.layer_weights import use_stacks
 from sgl_jax.layers.linear import ExpertLinear, Linear
 from sgl_jax.layers.mesh_axes import (
@@ -260,7 +261,7 @@ class MixtureOfExperts(nnx.Module):
             return self.moves.add(results(lines), weights, lines)[:, :hidden_size]
 
         def add(total: jax.Array, part: ExpertDispatch) -> jax.Array:
-            return self.moves.add_part(total, results(part), weights, part)
+            return add_part(total, results(part), weights, part)
 
         total = in_parts(lines, size, add, jnp.zeros(padded.shape, jnp.float32))
         return total[:, :hidden_size].astype(x.dtype)

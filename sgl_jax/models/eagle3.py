@@ -28,7 +28,9 @@ from sgl_jax.models.llama import llama_layer, norm, require_divisible
 _LAYER = "midlayer."
 # Tensors that a checkpoint may hold although no parameter needs them: the drafted tokens, and a
 # copy of the model's embedding.
-_SPARE = ("d2t", "t2d", "embed_tokens.weight", f"{_LAYER}self_attn.rotary_emb.inv_freq")
+SPARE_TENSORS = frozenset(
+    {"d2t", "t2d", "embed_tokens.weight", f"{_LAYER}self_attn.rotary_emb.inv_freq"}
+)
 
 
 class Eagle3Layer(nnx.Module):
@@ -110,11 +112,6 @@ def declare_eagle3_layer(
         norm("norm", hidden, config, options),
         _lm_head(head, options),
     )
-
-
-def is_spare_of_head(tensor: str) -> bool:
-    """Return True for tensors that a head's checkpoint may hold but no parameter needs."""
-    return tensor in _SPARE
 
 
 def _lm_head(head: Eagle3Head, options: BuildOptions) -> LMHead | None:

@@ -34,6 +34,7 @@ def mixture_of_experts(
     require_divisible("moe_intermediate_size", width, options.expert_slices)
     router = Tensor("mlp.gate.weight", (hidden, moe.num_experts), transposed=True)
 
+    choice_bias = Tensor("mlp.gate.e_score_correction_bias", (moe.num_experts,))
     # All three are [experts, width, hidden], the layout of the grouped matmul.
     shape = (moe.num_experts, width, hidden)
     both = Tensor("mlp.experts.gate_up_proj", (moe.num_experts, 2 * width, hidden))
@@ -64,7 +65,7 @@ def mixture_of_experts(
         matrices("down", inwards=False),
         num_experts=moe.num_experts,
         choice=moe.choice,
-        choice_bias=_choice_bias(moe),
+        choice_bias=choice_bias if moe.has_choice_bias else None,
         moves=options.kernels.expert_dispatch,
         shared=_shared_expert(config, spec, moe, options),
         scatters=options.sequence_parallel,
@@ -82,9 +83,3 @@ def _shared_expert(
     gate = Tensor("mlp.shared_expert_gate.weight", (config.hidden_size, 1), transposed=True)
     expert = gated_mlp(config, spec, options, "mlp.shared_expert.", width)
     return SharedExpert(expert, Linear(gate, options.dtype))
-
-
-def _choice_bias(moe: MoeConfig) -> Source | None:
-    if not moe.has_choice_bias:
-        return None
-    return Tensor("mlp.gate.e_score_correction_bias", (moe.num_experts,))

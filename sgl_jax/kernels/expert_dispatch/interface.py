@@ -11,7 +11,6 @@ import jax
 from sgl_jax.kernels.expert_dispatch.lines import ExpertDispatch, Gated, Router
 from sgl_jax.kernels.expert_dispatch.xla import (
     xla_add,
-    xla_add_part,
     xla_choose,
     xla_gate,
     xla_gather,
@@ -75,26 +74,12 @@ class AddLines(Protocol):
         ...
 
 
-class AddPart(Protocol):
-    """Add the lines of a part, times their tokens' weights, to the total of the previous parts."""
-
-    def __call__(
-        self, total: jax.Array, results: jax.Array, weights: jax.Array, part: ExpertDispatch
-    ) -> jax.Array:
-        """Add results [lines, width] times weights float32 [top_k, T] to total float32 [T, width].
-
-        Results are arbitrary from `part.num_used` on.
-        """
-        ...
-
-
 class DispatchKernels(NamedTuple):
     choose: ChooseExperts
     sort: SortLines
     gather: GatherLines
     gate: GateLines
     add: AddLines
-    add_part: AddPart = xla_add_part  # on every platform
 
 
 XLA_MOVES = DispatchKernels(xla_choose, xla_sort, xla_gather, xla_gate, xla_add)

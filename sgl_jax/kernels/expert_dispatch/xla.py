@@ -89,10 +89,13 @@ def xla_add(results: jax.Array, weights: jax.Array, lines: ExpertDispatch) -> ja
     return add_by_choice(total, results, weights, lines).astype(results.dtype)
 
 
-def xla_add_part(
+def add_part(
     total: jax.Array, results: jax.Array, weights: jax.Array, part: ExpertDispatch
 ) -> jax.Array:
-    """Implement `interface.AddPart`."""
+    """Add results [lines, width] times weights float32 [top_k, T] to total float32 [T, width].
+
+    Results are arbitrary from `part.num_used` on.
+    """
     add = add_by_line if are_few(len(results), weights.size) else add_by_choice
     return add(total, results, weights, part)
 
