@@ -17,8 +17,8 @@ from pathlib import Path
 
 from benchmarks.trace.recurrent import QWEN3_NEXT, plot_shares, recurrent_hit_rates, recurrent_table
 from benchmarks.trace.windowed import LAYER_MIXES, WindowedRow, windowed_hit_rates, windowed_table
+from sgl_jax.bench.trace.cache_only import Trace
 from sgl_jax.bench.trace.command import add_capacities, chosen_capacities
-from sgl_jax.bench.trace.oracles import Trace
 from sgl_jax.bench.trace.reading import BLOCK_TOKENS, read_trace
 from sgl_jax.core.command_line import add_arguments
 from sgl_jax.planner.plot_file import check_plot_file

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sgl_jax.bench.trace.oracles import Trace
+from sgl_jax.bench.trace.cache_only import Trace
 from sgl_jax.bench.trace.reading import BLOCK_TOKENS, prompt_tokens
 from sgl_jax.core.cache_groups import LAST_VALUE, CacheGroup
 from sgl_jax.core.engine_sizes import EngineSizes

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sgl_jax.bench.trace.oracles import Trace
+from sgl_jax.bench.trace.cache_only import Trace
 from sgl_jax.bench.trace.reading import BLOCK_TOKENS, TracedRequest, block_tokens
 from sgl_jax.core.cache_groups import FULL_ATTENTION, CacheGroup
 from sgl_jax.core.step_plan import Int32Array

@@ -1,4 +1,4 @@
-"""Compiles grammars for a model's vocabulary.
+"""Compiles grammars for a model's vocabulary, and follows outputs by them.
 
 The limits of a grammar count llguidance's work, not seconds, so that every machine accepts the same
 grammars.
@@ -18,13 +18,19 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from llguidance.numpy import fill_next_token_bitmask
 
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.grammar import Grammar, GrammarKind, SpecialIds, lark_literal, opened, styled
-from sgl_jax.core.step_plan import mask_words
-from sgl_jax.grammar.row_grammar import RowGrammar
-from sgl_jax.grammar.structural_tag import structural_tag
+from sgl_jax.core.grammar import (
+    Grammar,
+    GrammarKind,
+    SpecialIds,
+    lark_literal,
+    opened,
+    split_special,
+    styled,
+)
+from sgl_jax.core.step_plan import Int32Array, mask_words
 
 logger = logging.getLogger(__name__)
-
+_FREE_TEXT = r"(.|\n)*"
 # Converts a schema to llguidance's form.
 Prepare = Callable[[Mapping[str, Any]], dict[str, Any]]
 # Occurs only in Lark grammars. Rules may begin with ? or !.
@@ -32,6 +38,66 @@ _LARK = re.compile(r"^\s*(%llguidance\b|[?!]?start\s*:)", re.MULTILINE)
 # Schemas of MAX_GRAMMAR_CHARS compile within about 0.3 s. If a grammar is so ambiguous that a token
 # takes more than about 0.05 s, its request ends; a token of a schema takes microseconds.
 _LIMITS = LLParserLimits(max_items_in_row=500, step_max_items=2_000)
+
+
+class RowGrammar:
+    """Follows the tokens of an output, and masks the possible next tokens.
+
+    It reads each token once. A retract changes nothing, because the output keeps its tokens.
+    """
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._matcher = matcher
+        self._num_read = 0
+        self._end: Int32Array = np.zeros(mask_words(vocab_size), np.int32)
+        ids = np.array(eos_token_ids, np.int64)
+        np.bitwise_or.at(
+            self._end.view(np.uint32), ids >> 5, np.uint32(1) << (ids & 31).astype(np.uint32)
+        )
+
+    @property
+    def error(self) -> str:
+        """Return the reason for a failed grammar, a forbidden token or its cost; "" if none."""
+        # The rest of llguidance's message holds the output.
+        message: str = self._matcher.get_error()
+        return message.partition("\n")[0]
+
+    def read(self, output: Int32Array) -> None:
+        """Read the new tokens of `output`, int32[n], the whole output so far."""
+        fresh = output[self._num_read :].tolist()
+        self._num_read = len(output)
+        if fresh:
+            self._matcher.consume_tokens(fresh)
+
+    def masks(self, drafts: Sequence[int], masks: Int32Array) -> None:
+        """Write the tokens allowed next, and after each draft, to `masks`.
+
+        `masks` is int32[1 + len(drafts), mask_words(vocab_size)]. If no token may follow, a mask
+        holds the end tokens. Nothing is written after a draft that the grammar forbids.
+        """
+        num_tried = 0
+        for place in range(1 + len(drafts)):
+            self._write_mask(masks[place])
+            if place == len(drafts) or self._matcher.is_stopped():
+                break
+            if not self._matcher.try_consume_tokens([drafts[place]]):
+                break
+            num_tried += 1
+        if num_tried:
+            self._matcher.rollback(num_tried)
+
+    def expected(self) -> list[int]:
+        """Return the next tokens, as far as the grammar forces them."""
+        if self._matcher.is_stopped():
+            return []
+        tokens: list[int] = self._matcher.compute_ff_tokens()
+        return tokens
+
+    def _write_mask(self, mask: Int32Array) -> None:
+        if not self._matcher.is_stopped():  # also True after an error
+            fill_next_token_bitmask(self._matcher, mask[None], 0)
+        if self._matcher.is_stopped():
+            mask[:] = self._end
 
 
 class GrammarCompiler:
@@ -158,6 +224,64 @@ def _lark(text: str, prepared: Prepare, special: SpecialIds) -> str:
     lark = text if _LARK.search(text) else gbnf_to_lark(text)
     grammar: str = LLMatcher.grammar_from_lark(lark)
     return grammar
+
+
+def structural_tag(
+    text: str, prepared: Callable[[Mapping[str, Any]], dict[str, Any]], special: SpecialIds
+) -> str:
+    """Return the Lark grammar of a structural tag: free text with tags around JSON by schemas.
+
+    A special token in a trigger, a beginning or an end is written by its id. Since it never occurs
+    in free text, it begins a tag; a trigger of plain text is searched for in the text.
+
+    Args:
+        text: JSON with `structures` (`begin`, `schema`, `end`) and `triggers`.
+        prepared: converts a schema to llguidance's form.
+        special: text -> id of the special tokens.
+
+    Raises:
+        ValueError: `text` has another form.
+    """
+    value = json.loads(text)
+    if not isinstance(value, dict) or not value.get("structures") or not value.get("triggers"):
+        raise ValueError("must be an object with lists `structures` and `triggers`")
+    lines = []
+    for number, each in enumerate(value["structures"]):
+        is_whole = isinstance(each, dict) and {"begin", "schema", "end"} <= each.keys()
+        if not is_whole or not isinstance(each["schema"], dict):
+            raise ValueError(f"structures[{number}]: must have begin, schema and end")
+        begin, end = each["begin"], each["end"]
+        trigger = next((one for one in value["triggers"] if one and begin.startswith(one)), None)
+        if trigger is None:
+            raise ValueError(f"structures[{number}]: {begin!r} begins with no trigger")
+        body = f"%json {json.dumps(prepared(each['schema']))} {lark_literal(end, special)}"
+        lines += _tag(f"tag_{number}", begin, len(trigger), body, special)
+    tags = " | ".join(f"tag_{number}" for number in range(len(value["structures"])))
+    head = ["%llguidance {}", f"start: ({tags})* TEXT", f"TEXT: /{_FREE_TEXT}/"]
+    return "\n".join([*head, *lines])
+
+
+def _tag(rule: str, begin: str, trigger_size: int, body: str, special: SpecialIds) -> list[str]:
+    """Return the lines of a tag after free text. The trigger is cut before its first special token,
+    which may extend beyond it."""
+    plain, *rest = split_special(begin, special)
+    if len(plain) >= trigger_size:
+        trigger, rest = plain[:trigger_size], [plain[trigger_size:], *rest]
+        return [
+            f"{rule}_trigger[lazy]: TEXT {lark_literal(trigger, special)}",
+            f"{rule}: {rule}_trigger {lark_literal(''.join(rest), special)} {body}",
+        ]
+    before = "TEXT"
+    lines = []
+    if plain:
+        before = f"TEXT_{rule.upper()}"
+        lines = [f"{before}: /{_FREE_TEXT}{_escaped(plain)}/"]
+    return [*lines, f"{rule}: {before} {lark_literal(''.join(rest), special)} {body}"]
+
+
+def _escaped(text: str) -> str:
+    """Return a regular expression of `text`, between slashes."""
+    return re.sub("[^A-Za-z0-9 ]", lambda match: f"\\x{{{ord(match[0]):x}}}", text)
 
 
 _READERS: dict[GrammarKind, Callable[[str, Prepare, SpecialIds], str]] = {

@@ -11,8 +11,7 @@ from sgl_jax.text.formats.call_reader import read_calls
 from sgl_jax.text.formats.harmony import HARMONY_CALLS, HARMONY_MARKS, read_harmony
 from sgl_jax.text.formats.reasoning import REASONING_FORMATS
 from sgl_jax.text.formats.tool_formats import TOOL_FORMATS
-from sgl_jax.text.output_events import CallBegun, Content, Reasoning
-from sgl_jax.text.reader import AnswerReader, Reading, Unread
+from sgl_jax.text.reader import AnswerReader, CallBegun, Content, Reading, Reasoning, Unread
 
 HARMONY = "gpt-oss"  # a format of both: it reads reasoning and calls
 

@@ -15,7 +15,7 @@ from pydantic_core import from_json
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.surrogates import replace_in_json_text
-from sgl_jax.text.output_events import as_json
+from sgl_jax.text.reader import as_json
 
 Messages = Sequence[Mapping[str, Any]]
 Render = Callable[[Messages], str]

@@ -1,17 +1,73 @@
-"""Incremental reading of a model's answer: a format is a generator, and its input arrives in
-pieces.
+"""The parts of a model's answer, and their incremental reading: a format is a generator, and its
+input arrives in pieces.
 
 A format's generator reads from an `Unread` and yields events, or None to wait for more text. So it
 is written as if all text were present, and its events do not depend on how the text was split. Text
 that does not match the format is content: nothing is lost.
 """
 
-from collections.abc import Callable, Generator, Sequence
+import json
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from sgl_jax.text.output_events import Event, joined
 from sgl_jax.text.stop_strings import begin_of_mark
+
+
+class Content(NamedTuple):
+    """Text for the user."""
+
+    text: str
+
+
+class Reasoning(NamedTuple):
+    """Reasoning that the model wrote before its answer."""
+
+    text: str
+
+
+class CallBegun(NamedTuple):
+    """A call of a tool; its arguments follow. `id` is None unless the format has ids."""
+
+    name: str
+    id: str | None = None
+
+
+class Arguments(NamedTuple):
+    """The next piece of the JSON text of the open call's arguments."""
+
+    text: str
+
+
+class CallEnded(NamedTuple):
+    """The arguments are complete. Missing if the answer ends within a call."""
+
+
+Event = Content | Reasoning | CallBegun | Arguments | CallEnded
+_TEXTS = (Content, Reasoning, Arguments)
+
+
+def joined(events: Iterable[Event]) -> list[Event]:
+    """Return the events, with adjacent texts of one kind joined."""
+    merged: list[Event] = []
+    for event in events:
+        last = merged[-1] if merged else None
+        if isinstance(event, _TEXTS) and isinstance(last, _TEXTS) and type(last) is type(event):
+            merged[-1] = last._replace(text=last.text + event.text)
+        else:
+            merged.append(event)
+    return merged
+
+
+def as_json(value: object) -> str:
+    """Return `value` as JSON text. Raises ValueError or TypeError if JSON has no such value.
+
+    Unpaired surrogates, which escapes can write but UTF-8 cannot, are an error too.
+    """
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    text.encode()
+    return text
+
 
 T = TypeVar("T")
 Reading = Generator[Event | None, None, T]

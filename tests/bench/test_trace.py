@@ -5,16 +5,16 @@ import json
 import numpy as np
 import pytest
 
-from sgl_jax.bench.trace.cache_only import tree_hit_rate
-from sgl_jax.bench.trace.command import main
-from sgl_jax.bench.trace.oracles import (
+from sgl_jax.bench.trace.cache_only import (
     FarthestUseBlocks,
     GhostListBlocks,
     LruBlocks,
     hit_rate,
     num_distinct_blocks,
     oracle_hit_rates,
+    tree_hit_rate,
 )
+from sgl_jax.bench.trace.command import main
 from sgl_jax.bench.trace.reading import (
     BLOCK_TOKENS,
     VOCAB_SIZE,

@@ -12,8 +12,7 @@ import pytest
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.grammar import Grammar, opened
 from sgl_jax.core.step_plan import mask_words
-from sgl_jax.grammar.compiler import GrammarCompiler
-from sgl_jax.grammar.row_grammar import RowGrammar
+from sgl_jax.grammar.compiler import GrammarCompiler, RowGrammar
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.support.tokenizers import byte_level, save
 

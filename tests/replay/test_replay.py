@@ -17,7 +17,7 @@ from sgl_jax.core.messages import (
     GenerateRequest,
 )
 from sgl_jax.replay.__main__ import main
-from sgl_jax.replay.difference import first_difference
+from sgl_jax.replay.player import first_difference
 from sgl_jax.scheduler.events import (
     OutputsTaken,
     Planned,

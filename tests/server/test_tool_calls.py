@@ -14,7 +14,7 @@ from openai.types.chat import ChatCompletionChunk
 
 from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.text.formats.tool_formats import TOOL_FORMATS
-from sgl_jax.text.output_events import Arguments, CallBegun, Content, Event, Reasoning
+from sgl_jax.text.reader import Arguments, CallBegun, Content, Event, Reasoning
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.server.conftest import ROOM, prompt_of, served, serving
 from tests.server.server_process import SCRIPTED, running_server

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from sgl_jax.text.output_events import (
+from sgl_jax.text.reader import (
     Arguments,
     CallBegun,
     CallEnded,

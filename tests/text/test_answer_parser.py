@@ -11,7 +11,7 @@ from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.text.answer_parser import HARMONY, AnswerParser, choose_parser
 from sgl_jax.text.formats.reasoning import REASONING_FORMATS
 from sgl_jax.text.formats.tool_formats import TOOL_FORMATS
-from sgl_jax.text.output_events import (
+from sgl_jax.text.reader import (
     Arguments,
     CallBegun,
     CallEnded,

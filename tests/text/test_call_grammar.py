@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.grammar import Grammar, lenient
 from sgl_jax.core.step_plan import mask_words
-from sgl_jax.grammar.compiler import GrammarCompiler
-from sgl_jax.grammar.row_grammar import RowGrammar
+from sgl_jax.grammar.compiler import GrammarCompiler, RowGrammar
 from sgl_jax.text.answer_parser import AnswerParser
 from sgl_jax.text.formats.call_grammar import CallGrammar
 from sgl_jax.text.tokenizer import Tokenizer

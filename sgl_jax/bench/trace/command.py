@@ -9,9 +9,13 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from sgl_jax.bench.trace.cache_only import tree_hit_rate
+from sgl_jax.bench.trace.cache_only import (
+    Trace,
+    num_distinct_blocks,
+    oracle_hit_rates,
+    tree_hit_rate,
+)
 from sgl_jax.bench.trace.host_link import HostLink
-from sgl_jax.bench.trace.oracles import Trace, num_distinct_blocks, oracle_hit_rates
 from sgl_jax.bench.trace.plot import plot_run
 from sgl_jax.bench.trace.reading import BLOCK_TOKENS, read_trace
 from sgl_jax.bench.trace.report import CacheRow, cache_table, served_text, served_values

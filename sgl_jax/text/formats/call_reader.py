@@ -7,8 +7,7 @@ from itertools import groupby
 from sgl_jax.text.formats.call_form import CallForm, ToolFormat, Tools
 from sgl_jax.text.formats.json_object import arguments, json_call
 from sgl_jax.text.formats.tags import TaggedArguments, Tags
-from sgl_jax.text.output_events import CallBegun, Content
-from sgl_jax.text.reader import Reading, Unread
+from sgl_jax.text.reader import CallBegun, Content, Reading, Unread
 
 
 def read_calls(unread: Unread, tool_format: ToolFormat, tools: Tools) -> Reading[None]:

@@ -12,8 +12,7 @@ from sgl_jax.core.grammar import SpecialIds
 from sgl_jax.text.formats.call_form import CallForm, ToolFormat, Tools
 from sgl_jax.text.formats.lark import free_text, literal
 from sgl_jax.text.formats.value_grammar import Notation
-from sgl_jax.text.output_events import Arguments, CallBegun, CallEnded, Content, as_json
-from sgl_jax.text.reader import Reading, Unread
+from sgl_jax.text.reader import Arguments, CallBegun, CallEnded, Content, Reading, Unread, as_json
 
 # Begin of a call -> its end and the mark around strings.
 _MARKS = {

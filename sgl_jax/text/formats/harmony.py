@@ -12,8 +12,7 @@ import re
 
 from sgl_jax.text.formats.call_form import CallForm, Messages, ToolFormat
 from sgl_jax.text.formats.json_object import ObjectEnd
-from sgl_jax.text.output_events import Arguments, CallBegun, CallEnded, Content, Reasoning
-from sgl_jax.text.reader import Reading, Unread
+from sgl_jax.text.reader import Arguments, CallBegun, CallEnded, Content, Reading, Reasoning, Unread
 
 _START, _MESSAGE, _CHANNEL = "<|start|>", "<|message|>", "<|channel|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")

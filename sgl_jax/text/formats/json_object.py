@@ -4,8 +4,7 @@ import json
 import re
 from typing import Any
 
-from sgl_jax.text.output_events import Arguments, CallBegun, CallEnded, Content, as_json
-from sgl_jax.text.reader import Reading, Unread
+from sgl_jax.text.reader import Arguments, CallBegun, CallEnded, Content, Reading, Unread, as_json
 
 _ARGUMENTS = ("arguments", "parameters")
 _HEAD = re.compile(

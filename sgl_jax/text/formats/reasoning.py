@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sgl_jax.text.output_events import Reasoning
-from sgl_jax.text.reader import Reading, Unread
+from sgl_jax.text.reader import Reading, Reasoning, Unread
 
 
 class ReasoningFormat(NamedTuple):

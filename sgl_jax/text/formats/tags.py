@@ -9,8 +9,7 @@ from pydantic_core import from_json
 from sgl_jax.core.grammar import SpecialIds
 from sgl_jax.text.formats.argument_schema import ArgumentSchema
 from sgl_jax.text.formats.lark import free_text, literal, of_json
-from sgl_jax.text.output_events import Arguments, CallEnded, as_json
-from sgl_jax.text.reader import Reading, Unread
+from sgl_jax.text.reader import Arguments, CallEnded, Reading, Unread, as_json
 
 _PYTHON_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 
