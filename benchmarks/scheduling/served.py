@@ -15,6 +15,7 @@ from sgl_jax.core.messages import AbortRequest, GenerateRequest, Tenant
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import RankPlan, RankResult, StepHandle, StepPlan
+from sgl_jax.core.transfers import Transfers
 from sgl_jax.engine.loop.offload_transfers import PrefillMeter
 from sgl_jax.scheduler.events import (
     PlanStep,
@@ -127,7 +128,7 @@ class ServedEngine(Engine[ServedStep]):
 
     def launch(self, step: ServedStep, begin_s: float) -> None:
         if self._link is not None:
-            self._link.save(step.plan.saved, begin_s)
+            self._link.begin(Transfers(copies=tuple(step.plan.saved)), begin_s)
             self._meter.launched(step.plan, begin_s)
         step.handle = self._executor.launch(step.plan)
 

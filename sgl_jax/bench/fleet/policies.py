@@ -4,10 +4,10 @@ A policy uses only facts available to a router: the requests it sent, the output
 it (`RouterView` counts both), and the KV events that engines publish.
 """
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence, Set
 from types import MappingProxyType
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,53 +61,43 @@ class RouterView:
         return _argmin_from(self.in_flight, number)
 
 
-class RoutingPolicy(Protocol):
+class RoutingPolicy(ABC):
     """Chooses engines. `stored` and `removed` are called only if `reads_events`."""
 
-    reads_events: bool
-
-    def choose(self, request: FleetRequest) -> tuple[int, int]:
-        """Return the engine, and the prompt tokens that it has presumably cached."""
-        ...
-
-    def stored(self, engine: int, page_hashes: Sequence[int]) -> None:
-        """Record that an engine now holds these pages."""
-        ...
-
-    def removed(self, engine: int, page_hashes: Sequence[int]) -> None:
-        """Record that an engine no longer holds these pages."""
-        ...
-
-
-class _WithoutEvents:
     reads_events = False
 
     def __init__(self, view: RouterView, page_size: int) -> None:
-        del page_size
         self._view = view
+        self._page_size = page_size
+
+    @abstractmethod
+    def choose(self, request: FleetRequest) -> tuple[int, int]:
+        """Return the engine, and the prompt tokens that it has presumably cached."""
 
     def stored(self, engine: int, page_hashes: Sequence[int]) -> None:
+        """Record that an engine now holds these pages."""
         raise NotImplementedError
 
     def removed(self, engine: int, page_hashes: Sequence[int]) -> None:
+        """Record that an engine no longer holds these pages."""
         raise NotImplementedError
 
 
-class RoundRobin(_WithoutEvents):
+class RoundRobin(RoutingPolicy):
     """Each engine in turn."""
 
     def choose(self, request: FleetRequest) -> tuple[int, int]:
         return request.number % self._view.num_engines, 0
 
 
-class LeastLoad(_WithoutEvents):
+class LeastLoad(RoutingPolicy):
     """The engine with the fewest requests in flight."""
 
     def choose(self, request: FleetRequest) -> tuple[int, int]:
         return self._view.least_loaded(request.number), 0
 
 
-class Sticky(_WithoutEvents):
+class Sticky(RoutingPolicy):
     """One engine for each conversation, by a hash of its first block."""
 
     def choose(self, request: FleetRequest) -> tuple[int, int]:
@@ -115,7 +105,7 @@ class Sticky(_WithoutEvents):
         return mixed % self._view.num_engines, 0
 
 
-class CacheAware(_WithoutEvents):
+class CacheAware(RoutingPolicy):
     """The rule of sglang-router's `cache_aware`, with its defaults.
 
     Source: SGLang's model gateway (`policies/cache_aware.rs`), and the documentation of its
@@ -147,7 +137,7 @@ class CacheAware(_WithoutEvents):
         return engine, num_matched
 
 
-class PrefixAware:
+class PrefixAware(RoutingPolicy):
     """Choose the engine with the least to compute before the first token, by published KV events.
 
     An engine's cost is its waiting prompt tokens, this prompt's tokens that it does not hold, and a
@@ -158,8 +148,7 @@ class PrefixAware:
     reads_events = True
 
     def __init__(self, view: RouterView, page_size: int) -> None:
-        self._view = view
-        self._page_size = page_size
+        super().__init__(view, page_size)
         self._hasher = PrefixHasher(page_size)
         # Page hash -> engine, or engines: most pages have one, and a set takes 200 bytes.
         self._holders: dict[int, int | set[int]] = {}

@@ -80,7 +80,8 @@ def plot_fleet(runs: Mapping[str, FleetRun], target: Target, title: str, path: P
     shares = np.linspace(0, 100, 201)
     for name, run in runs.items():
         first.plot(np.nanpercentile(run.first_token_s, shares), shares / 100, label=name)
-        minutes, by_minute = _minutes(run)
+        arrivals = (run.arrivals_s // 60).astype(np.int64)
+        minutes, by_minute = np.unique(arrivals, return_inverse=True)
         prompt_tokens = _sums(run.prompt_tokens, by_minute)
         hits.plot(minutes, _sums(run.cached_tokens, by_minute) / prompt_tokens, label=name)
         good.plot(minutes, _sums(target.is_met(run), by_minute) / _sums(1, by_minute), label=name)
@@ -91,12 +92,6 @@ def plot_fleet(runs: Mapping[str, FleetRun], target: Target, title: str, path: P
     add_grids_and_legends((first, hits, good))
     figure.suptitle(title)
     save_figure(figure, path)
-
-
-def _minutes(run: FleetRun) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the minutes in which requests arrive, and each request's index among them."""
-    minutes, by_minute = np.unique((run.arrivals_s // 60).astype(np.int64), return_inverse=True)
-    return minutes, by_minute
 
 
 def _sums(values: Any, groups: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -7,11 +7,12 @@ two intervals late, as over a network.
 """
 
 import gc
-import heapq
 import multiprocessing
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from sgl_jax.bench.fleet.engine import FleetEngine, ServedRequest
 from sgl_jax.bench.fleet.traffic import Traffic
@@ -84,23 +85,17 @@ class EngineGroup:
             )
             for index in range(first, shape.num_engines, stride)
         }
-        self._ends: list[tuple[float, int]] = []  # a heap: end of a step, engine
-        self._end_of = dict.fromkeys(self._engines, float("inf"))  # valid entries of the heap
+        self._ends_s = np.full(shape.num_engines, np.inf)  # of the step of each engine
 
     def run(self, interval: Interval) -> Report:
-        touched = set(interval.engines)
         for number, index in zip(interval.numbers, interval.engines, strict=True):
             self._engines[index].submit(self._traffic.request(number))
-        while self._ends and self._ends[0][0] <= interval.end_s:
-            end_s, index = heapq.heappop(self._ends)
-            if end_s == self._end_of[index]:
-                self._end_of[index] = float("inf")
-                touched.add(index)
         report = Report([], [], [])
-        for index in sorted(touched):
+        ended = np.flatnonzero(self._ends_s <= interval.end_s).tolist()
+        for index in sorted({*interval.engines, *ended}):
             engine = self._engines[index]
             engine.run_until(interval.end_s)
-            self._note_end(index, engine.next_end_s)
+            self._ends_s[index] = engine.next_end_s
             report.began.extend(engine.take_began())
             report.served.extend(engine.take_served())
             if self._logs_blocks:
@@ -118,12 +113,6 @@ class EngineGroup:
             )
             for index, engine in self._engines.items()
         ]
-
-    def _note_end(self, index: int, end_s: float) -> None:
-        if end_s != self._end_of[index]:
-            self._end_of[index] = end_s
-            if end_s < float("inf"):
-                heapq.heappush(self._ends, (end_s, index))
 
     def _events(self, index: int, engine: FleetEngine) -> list[PageEvents]:
         events = []

@@ -5,14 +5,14 @@ store does the same for all ranks together. It keeps everything.
 """
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 
 import numpy as np
 
 from sgl_jax.core.step_plan import BoolArray, PageTransfer
 from sgl_jax.core.transfers import StoreTransfer, TransferEnd, Transfers
 
-_STORE = -1  # instead of a rank
+STORE = -1  # instead of a rank
 
 
 class HostLink:
@@ -32,17 +32,16 @@ class HostLink:
 
     def begin(self, transfers: Transfers, now_s: float) -> None:
         """Begin the copies and fetches of `transfers`, and the transfers of the store."""
-        for move in transfers.copies:
-            self._begin(move, now_s, is_in=False)
-        for move in transfers.fetches:
-            self._begin(move, now_s, is_in=True)
+        for moves, is_in in ((transfers.copies, False), (transfers.fetches, True)):
+            for move in moves:
+                self._begin(move, (move.dp_rank, is_in), move.pages, now_s)
         for search in transfers.searches:
             self._end_at(now_s, search, 0.0, self._found(search))
         for load in transfers.loads:
-            self._begin_store(load, now_s, self._found(load), is_in=True)
+            self._begin(load, (STORE, True), load.blocks, now_s, self._found(load))
         for put in transfers.puts:
             self._stored.update(name.tobytes() for own in put.keys for name in own)
-            self._begin_store(put, now_s, (), is_in=False)
+            self._begin(put, (STORE, False), put.blocks, now_s)
 
     def _found(self, move: StoreTransfer) -> tuple[BoolArray, ...]:
         return tuple(
@@ -50,56 +49,36 @@ class HostLink:
             for own in move.keys
         )
 
-    def _begin_store(
-        self, move: StoreTransfer, now_s: float, found: tuple[BoolArray, ...], *, is_in: bool
+    def arrival_wait_s(self, rank: int, now_s: float) -> float:
+        """Return the seconds until a fetch of the rank, or a load from `STORE`, can begin."""
+        return max(self._free_s.get((rank, True), 0.0) - now_s, 0.0)
+
+    def seconds(self, rank: int, num_pages: Iterable[int]) -> float:
+        """Return the time in which a rank, or `STORE`, moves `num_pages` of each pool."""
+        rate = self._store_bytes_per_s if rank == STORE else self._bytes_per_s
+        sizes = zip(num_pages, self._page_bytes, strict=True)
+        return sum(count * size for count, size in sizes) / rate
+
+    def _begin(
+        self,
+        move: PageTransfer | StoreTransfer,
+        direction: tuple[int, bool],
+        pages: Sequence[Sized],
+        now_s: float,
+        found: tuple[BoolArray, ...] = (),
     ) -> None:
-        seconds = self.store_seconds(map(len, move.blocks))
-        end_s = self._occupy((_STORE, is_in), now_s, seconds)
-        self._end_at(end_s, move, seconds, found)
-
-    def save(self, copies: Sequence[PageTransfer], now_s: float) -> None:
-        """Begin the copies of evicted pages."""
-        self.begin(Transfers(copies=tuple(copies)), now_s)
-
-    def fetch_wait_s(self, dp_rank: int, now_s: float) -> float:
-        """Return the seconds until a fetch of the rank can begin."""
-        return self._wait_s((dp_rank, True), now_s)
-
-    def load_wait_s(self, now_s: float) -> float:
-        """Return the seconds until a load from the store can begin."""
-        return self._wait_s((_STORE, True), now_s)
-
-    def _wait_s(self, direction: tuple[int, bool], now_s: float) -> float:
-        return max(self._free_s.get(direction, 0.0) - now_s, 0.0)
-
-    def seconds(self, num_pages: Iterable[int]) -> float:
-        """Return the time in which a rank moves `num_pages` of each pool."""
-        return self._num_bytes(num_pages) / self._bytes_per_s
-
-    def store_seconds(self, num_pages: Iterable[int]) -> float:
-        """Return the time in which the store moves `num_pages` of each pool."""
-        return self._num_bytes(num_pages) / self._store_bytes_per_s
-
-    def _num_bytes(self, num_pages: Iterable[int]) -> int:
-        return sum(count * size for count, size in zip(num_pages, self._page_bytes, strict=True))
-
-    def _begin(self, move: PageTransfer, now_s: float, *, is_in: bool) -> None:
-        seconds = self.seconds(map(len, move.pages))
-        end_s = self._occupy((move.dp_rank, is_in), now_s, seconds)
-        self._end_at(end_s, move, seconds)
-
-    def _occupy(self, direction: tuple[int, bool], now_s: float, seconds: float) -> float:
-        """Occupy a direction for `seconds` once it is free; return the end."""
+        """Occupy a direction once it is free, for as long as `pages` of each pool take."""
+        seconds = self.seconds(direction[0], map(len, pages))
         end_s = max(now_s, self._free_s.get(direction, 0.0)) + seconds
         self._free_s[direction] = end_s
-        return end_s
+        self._end_at(end_s, move, seconds, found)
 
     def _end_at(
         self,
         end_s: float,
         move: PageTransfer | StoreTransfer,
         seconds: float,
-        found: tuple[BoolArray, ...] = (),
+        found: tuple[BoolArray, ...],
     ) -> None:
         self._num_begun += 1
         end = TransferEnd(move.dp_rank, move.number, True, seconds, found)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from sgl_jax.bench.trace.host_link import HostLink
+from sgl_jax.bench.trace.host_link import STORE, HostLink
 from sgl_jax.bench.trace.step_time import RankLoad, StepSeconds
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.mem_cache.lease import num_pages_read
@@ -59,12 +59,13 @@ class LoadChoices:
         loads = tier.prices.is_sooner(prefix)
         own, now_s, link = self._num_blocks(prefix.num_tokens), self._clock(), self._link
         moves = [[len(listed) for listed in move.pages] for move in tier.waiting_fetches]
-        arrival_s = link.fetch_wait_s(rank.dp_rank, now_s) + sum(map(link.seconds, moves))
+        seconds = partial(link.seconds, rank.dp_rank)
+        arrival_s = link.arrival_wait_s(rank.dp_rank, now_s) + sum(map(seconds, moves))
         if prefix.num_loaded and tier.store is not None:
             moves = [[len(listed) for listed in move.blocks] for move in tier.store.waiting_loads]
-            load_s = link.load_wait_s(now_s) + sum(map(link.store_seconds, [*moves, own]))
-            arrival_s = max(arrival_s, load_s)
-        arrival_s += link.seconds(own)
+            load_s = sum(link.seconds(STORE, each) for each in (*moves, own))
+            arrival_s = max(arrival_s, link.arrival_wait_s(STORE, now_s) + load_s)
+        arrival_s += seconds(own)
         rows = rank.running.active
         kv_tokens = int(rank.running.known_len[rows].sum())
         self._made.append(_Choice(prefix, loads, arrival_s, len(rows), kv_tokens))

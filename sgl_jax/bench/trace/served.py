@@ -24,6 +24,7 @@ from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import StepHandle, StepPlan
+from sgl_jax.core.transfers import Transfers
 from sgl_jax.engine.loop.offload_transfers import PrefillMeter
 from sgl_jax.scheduler.events import (
     PlanStep,
@@ -207,7 +208,7 @@ class _Replay:
         self._device_free_s = begin_s + seconds
         self._run.busy_s += seconds
         if self._link is not None:
-            self._link.save(plan.saved, begin_s)
+            self._link.begin(Transfers(copies=tuple(plan.saved)), begin_s)
             self._meter.launched(plan, begin_s)
         self._in_flight.append((plan, self._executor.launch(plan), self._device_free_s))
         for rank, rank_plan in zip(self._scheduler.ranks, plan.ranks, strict=True):
