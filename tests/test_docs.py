@@ -55,6 +55,21 @@ def test_the_page_of_flags_lists_every_flag_with_default_and_meaning() -> None:
             assert default == f"`{setting.default}`", name
 
 
+def test_the_table_of_large_parts_names_files_their_lines_and_flags() -> None:
+    page = (DOCS / "inside" / "architecture.md").read_text().partition("## What the large parts")[2]
+    rows = [row.split(" | ") for row in page.splitlines() if "`" in row and row.startswith("| ")]
+    assert len(rows) > 15
+    settings = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(ServerArgs)}
+    for part, lines, off, _ in rows:
+        assert set(re.findall(r"--[a-z-]+", off)) <= settings, part
+        num_lines = 0
+        for name in re.findall(r"`([\w./]+)`", part):
+            path = ROOT / "sgl_jax" / name
+            files = [path] if path.suffix else [*path.rglob("*.py")]
+            num_lines += sum(len(file.read_text().splitlines()) for file in files)
+        assert num_lines == pytest.approx(int(lines.replace(",", "")), rel=0.15), part
+
+
 def test_the_page_of_metrics_is_up_to_date() -> None:
     page = (make_reference.REFERENCE / "metrics.md").read_text()
     assert make_reference.metrics_page() == page, "run python scripts/make_reference.py"

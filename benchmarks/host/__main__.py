@@ -6,7 +6,13 @@ from collections.abc import Iterator
 import benchmarks.host as host
 from benchmarks.host.memory import bench_allocator, bench_eviction, bench_tree
 from benchmarks.host.serving import LOADS, serving_lines
-from benchmarks.host.steps import DP_SIZE, background_audit_line, bench_steps, busy_check_line
+from benchmarks.host.steps import (
+    DP_SIZE,
+    background_audit_line,
+    bench_steps,
+    busy_check_line,
+    recording_line,
+)
 from benchmarks.host.timing import HEADER, Timing
 from benchmarks.host.waiting import waiting_lines
 
@@ -32,6 +38,7 @@ def main() -> None:
     for dp_size in (1, DP_SIZE):
         print(busy_check_line(dp_size, 16, repeats), flush=True)
         print(background_audit_line(dp_size, 16, 2 * repeats), flush=True)
+    print(recording_line(repeats), flush=True)
     for name in LOADS:
         for line in serving_lines(name, 2 * repeats):
             print(line, flush=True)

@@ -1,5 +1,6 @@
 """Host time of steps in which all rows decode."""
 
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,6 +18,8 @@ from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import Executor, StepHandle, StepPlan
 from sgl_jax.engine.loop.background_audit import BackgroundAudit
 from sgl_jax.scheduler.events import PlanStep, ResultRead, TakeOutputs
+from sgl_jax.scheduler.record.event_log import EventWriter
+from sgl_jax.scheduler.record.recorder import RecordedScheduler
 from sgl_jax.scheduler.scheduler import Scheduler
 
 DP_SIZE = 8
@@ -72,6 +75,7 @@ def decoding_loop(
     dp_size: int = DP_SIZE,
     make_executor: Callable[[EngineSizes], Executor] = FakeExecutor,
     max_context_len: int = 2 * CONTEXT_LEN,
+    make_scheduler: Callable[[EngineSizes, SchedulerArgs], Scheduler] = Scheduler,
 ) -> StepLoop:
     """Return a loop in which every row of every rank decodes at about `CONTEXT_LEN` tokens."""
     tokens_per_row = 2 * CONTEXT_LEN
@@ -82,7 +86,7 @@ def decoding_loop(
         max_context_len=max_context_len,
         max_step_tokens=16_384 + ROWS_PER_RANK,
     )
-    scheduler = Scheduler(sizes, SchedulerArgs(schedule_policy="fcfs"))
+    scheduler = make_scheduler(sizes, SchedulerArgs(schedule_policy="fcfs"))
     rng = np.random.default_rng(0)
     for i in range(dp_size * ROWS_PER_RANK):
         prompt = rng.integers(0, VOCAB_SIZE, CONTEXT_LEN - 100).tolist()
@@ -123,6 +127,27 @@ def busy_check_line(dp_size: int, page_size: int, repeats: int) -> str:
     name = f"busy check share of a step, {dp_size} x {ROWS_PER_RANK} rows, page {page_size}"
     with_us, without_us = median(checked) * 1e6, median(bare) * 1e6
     return f"{name:<62} {share:>11.1%} ({with_us:,.1f} us, {without_us:,.1f} without)"
+
+
+def recording_line(repeats: int) -> str:
+    """Return a line with the time that `--record-events` adds to a decode step of one rank.
+
+    Steps with and without it alternate.
+    """
+    bare = decoding_loop(16, 1)
+    with tempfile.TemporaryFile() as file:
+        writer = EventWriter(file)
+
+        def recorded_scheduler(sizes: EngineSizes, args: SchedulerArgs) -> Scheduler:
+            return RecordedScheduler(sizes, args, writer.write)
+
+        recorded = decoding_loop(16, 1, make_scheduler=recorded_scheduler)
+        num_bytes = file.tell()
+        pairs = [(bare.turn(), recorded.turn()) for _ in range(repeats)]
+        num_bytes = (file.tell() - num_bytes) // repeats
+    without_us, with_us = (median(seconds) * 1e6 for seconds in zip(*pairs, strict=True))
+    name = f"decode step, 1 x {ROWS_PER_RANK} rows, recorded"
+    return f"{name:<62} {with_us:,.1f} us, {without_us:,.1f} without; {num_bytes:,} bytes a step"
 
 
 def background_audit_line(dp_size: int, page_size: int, repeats: int) -> str:

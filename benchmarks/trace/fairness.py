@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sgl_jax.bench.trace.fake_executor import DistinctAnswers
 from sgl_jax.bench.trace.reading import VOCAB_SIZE, TracedRequest, prompt_tokens, read_trace
-from sgl_jax.bench.trace.served import DistinctAnswers
 from sgl_jax.bench.trace.step_time import LinearStepTime, step_loads
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.messages import GenerateRequest, Tenant

@@ -192,22 +192,24 @@ def _of_pools(
     )
 
 
-def _count(name: str, key: str, help_text: str, **labels: str) -> Figure:
-    """Return a figure of a rank's counter `key`, with additional constant labels."""
+def _count(name: str, help_text: str, key: str = "", **labels: str) -> Figure:
+    """Return a figure of a rank's counter, with additional constant labels. `key` names the counter
+    if it differs from the figure."""
     return Figure(
         name,
         help_text,
         lambda state: [
-            (*labels.values(), rank["dp_rank"], rank["counters"][key]) for rank in state["ranks"]
+            (*labels.values(), rank["dp_rank"], rank["counters"][key or name])
+            for rank in state["ranks"]
         ],
         (*labels, "dp_rank"),
         is_counter=True,
     )
 
 
-def _of_engine(name: str, key: str, help_text: str) -> Figure:
+def _of_engine(name: str, help_text: str, key: str = "") -> Figure:
     return Figure(
-        name, help_text, lambda state: [(state["counters"].get(key, 0),)], is_counter=True
+        name, help_text, lambda state: [(state["counters"].get(key or name, 0),)], is_counter=True
     )
 
 
@@ -297,44 +299,27 @@ FIGURES = (
         "share of drafted tokens accepted",
         lambda state: [(share(state["counters"], "accepted_draft_tokens", "drafted_tokens"),)],
     ),
-    _count("prompt_tokens", "prompt_tokens", "prompt tokens of requests at their first start"),
-    _count(
-        "cached_tokens",
-        "cached_tokens",
-        "prompt tokens found in the prefix cache",
-        cache_source="device",
-    ),
-    _count("num_retracted_requests", "requests_retracted", "retracts"),
+    _count("prompt_tokens", "prompt tokens of requests at their first start"),
+    _count("cached_tokens", "prompt tokens found in the prefix cache", cache_source="device"),
+    _count("num_retracted_requests", "retracts", "requests_retracted"),
     _count(
         "num_retracted_input_tokens",
-        "retracted_input_tokens",
         "prompt tokens of retracted requests",
+        "retracted_input_tokens",
     ),
     _count(
         "num_retracted_output_tokens",
-        "retracted_output_tokens",
         "output tokens of retracted requests",
+        "retracted_output_tokens",
     ),
-    _count("num_preempted_requests", "requests_preempted", "retracts for more important requests"),
-    _count("evicted_pages", "evicted_pages", "pages evicted from the prefix cache"),
-    _count(
-        "host_fetched_tokens",
-        "host_fetched_tokens",
-        "tokens of prefixes fetched from host memory",
-    ),
-    _count("host_copied_pages", "host_copied_pages", "pages of the first pool copied to the host"),
-    _count(
-        "host_failed_transfers",
-        "host_failed_transfers",
-        "transfers of host memory that failed",
-    ),
-    _count(
-        "store_loaded_tokens",
-        "store_loaded_tokens",
-        "tokens of prefixes loaded from the store below host memory",
-    ),
-    _count("store_put_blocks", "store_put_blocks", "blocks put into that store"),
-    _count("evicted_sessions", "sessions_evicted", "idle sessions evicted"),
+    _count("num_preempted_requests", "retracts for more important requests", "requests_preempted"),
+    _count("evicted_pages", "pages evicted from the prefix cache"),
+    _count("host_fetched_tokens", "tokens of prefixes fetched from host memory"),
+    _count("host_copied_pages", "pages of the first pool copied to the host"),
+    _count("host_failed_transfers", "transfers of host memory that failed"),
+    _count("store_loaded_tokens", "tokens of prefixes loaded from the store below host memory"),
+    _count("store_put_blocks", "blocks put into that store"),
+    _count("evicted_sessions", "idle sessions evicted", "sessions_evicted"),
     Figure(
         "realtime_tokens",
         "tokens computed for prompts, found in the cache, and generated",
@@ -349,7 +334,7 @@ FIGURES = (
         ("mode",),
         is_counter=True,
     ),
-    _of_engine("grammars_compiled", "grammars_compiled", "grammars compiled"),
+    _of_engine("grammars_compiled", "grammars compiled"),
     Figure(
         "compilations",
         "programs compiled, by the time: at start, in the background, or in the loop when ready",
@@ -360,26 +345,22 @@ FIGURES = (
         ("when",),
         is_counter=True,
     ),
-    _of_engine("steps", "steps", "steps whose results were applied"),
-    _of_engine("num_timed_out_requests", "requests_timed_out", "requests ended by a time limit"),
+    _of_engine("steps", "steps whose results were applied"),
+    _of_engine("num_timed_out_requests", "requests ended by a time limit", "requests_timed_out"),
     _of_engine(
         "num_displaced_sessions",
-        "sessions_displaced",
         "idle sessions closed because another tenant took their place",
+        "sessions_displaced",
     ),
-    _of_engine("memory_errors", "memory_errors", "defects found in the records of memory"),
-    _of_engine("step_failures", "step_failures", "steps that failed on the device"),
+    _of_engine("memory_errors", "defects found in the records of memory"),
+    _of_engine("step_failures", "steps that failed on the device"),
     _of_engine(
-        "nonfinite_rows",
-        "nonfinite_rows",
-        "requests ended because the model computed NaN or infinity for them",
+        "nonfinite_rows", "requests ended because the model computed NaN or infinity for them"
     ),
     _of_engine(
-        "store_failures",
-        "store_failures",
-        "calls of that store that failed or were overdue, and failed probes",
+        "store_failures", "calls of that store that failed or were overdue, and failed probes"
     ),
-    _of_engine("memory_walks", "memory_walks", "complete walks of the memory of a busy engine"),
+    _of_engine("memory_walks", "complete walks of the memory of a busy engine"),
     Figure(
         "memory_audit_age_seconds",
         "seconds since all records of memory were last proved",

@@ -104,20 +104,10 @@ class TemplateAbilities(msgspec.Struct, frozen=True):
         )
 
     def render(self, messages: Messages, render: Render) -> str:
-        """Return the prompt of `messages`.
+        """Return the prompt of `messages`, adapted to the template (rules: docs/guide/apis.md).
 
         Contents are strings or lists of texts in OpenAI's form; arguments of calls are text. If the
-        template cannot write them, messages are adapted:
-
-        - a developer message becomes a system message;
-        - the texts of all system messages become one message at the beginning, in order, or a user
-          message if the template writes no system messages;
-        - successive user messages become one;
-        - several texts of a content become lines of one text.
-
-        If it refuses a conversation in spite of the probes, simpler forms are tried: one system
-        message, no successive messages of the user or the assistant, no user message after a tool's
-        result, no reasoning in a message with both text and a call.
+        template refuses the conversation in spite of the probes, simpler forms are tried.
 
         Raises:
             InvalidRequestError: the template refuses all forms, or cannot write the results of

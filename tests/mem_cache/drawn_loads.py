@@ -1,6 +1,6 @@
 """Loads for caches of pages, drawn from a seed, and searched for such that a policy does badly.
 
-    python -m tests.mem_cache.drawn_loads draw --count 2000
+    python -m tests.mem_cache.drawn_loads draw --count 2000 [--without-shadows]
     python -m tests.mem_cache.drawn_loads search --searches 10
 
 The first prints how much less (or more) `adaptive` serves than the better of LRU and LFU, the
@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from random import Random
 
+from sgl_jax.mem_cache.eviction.shadow_caches import ShadowCaches
 from tests.mem_cache.cache_loads import Prompt, fresh_pages, hit_rate, take
 
 SIZES = (40, 80, 164, 320)
@@ -239,12 +240,19 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=2000, help="drawn loads")
     parser.add_argument("--searches", type=int, default=10)
     parser.add_argument("--steps", type=int, default=60, help="of each search")
+    parser.add_argument(
+        "--without-shadows",
+        action="store_true",
+        help="draw: the cache always follows its own order",
+    )
     words = parser.parse_args()
     if words.what == "search":
         for seed in range(words.first, words.first + words.searches):
             greatest, load = searched(seed, words.steps)
             print(f"{greatest:.4f} {load!r}", flush=True)
         return
+    if words.without_shadows:
+        ShadowCaches.is_due = False  # type: ignore[assignment,method-assign]
     losses = {i: loss(drawn_load(i)) for i in range(words.first, words.first + words.count)}
     mean = sum(losses.values()) / len(losses)
     worst = sorted(losses, key=lambda i: -losses[i])

@@ -8,9 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_jax.bench.fleet.run import FleetRun
+from sgl_jax.bench.trace.report import PERCENTILES, spread
 from sgl_jax.planner.plot_file import add_grids_and_legends, figure_class, save_figure
-
-_PERCENTILES = (50, 90, 99)
 
 
 class Target(NamedTuple):
@@ -35,7 +34,6 @@ def run_values(run: FleetRun, target: Target) -> dict[str, Any]:
     is_met, is_served = target.is_met(run), ~run.is_refused
     if not is_served.any():
         raise RuntimeError("every request was refused: none fits an engine")
-    percentiles = np.percentile(run.first_token_s[is_served], _PERCENTILES)
     prompt_tokens = int(run.prompt_tokens[is_served].sum())
     num_plans = sum(total.num_plans for total in run.totals)
     return {
@@ -43,9 +41,7 @@ def run_values(run: FleetRun, target: Target) -> dict[str, Any]:
         "refused": int(run.is_refused.sum()),
         "prompt_tokens": prompt_tokens,
         "hit_rate": float(run.cached_tokens[is_served].sum() / prompt_tokens),
-        "first_token_s": {
-            f"p{p}": float(value) for p, value in zip(_PERCENTILES, percentiles, strict=True)
-        },
+        "first_token_s": spread(run.first_token_s[is_served]),
         "good_share": float(is_met.mean()),
         "goodput": float(is_met.sum() / (np.ptp(run.arrivals_s) or run.duration_s)),
         "duration_s": run.duration_s,
@@ -65,7 +61,7 @@ def table(values: Mapping[str, Mapping[str, Any]]) -> str:
     ]
     for name, row in values.items():
         first = row["first_token_s"]
-        times = "".join(f"{first[f'p{p}']:8.2f}" for p in _PERCENTILES)
+        times = "".join(f"{first[f'p{p}']:8.2f}" for p in PERCENTILES)
         lines.append(
             f"{name:14}{row['hit_rate']:7.3f}{times}{row['good_share']:8.3f}{row['goodput']:10.2f}"
             f"{row['busy_mean']:7.2f}{row['busy_max']:7.2f}"

@@ -1,4 +1,4 @@
-"""An executor without a device, for tests and for measuring only the host."""
+"""Executors without a device, for tests and for measuring only the host."""
 
 from collections.abc import Sequence
 
@@ -39,3 +39,24 @@ class FakeExecutor(Executor):
         made_up = (ends * 31 + plan.rows * 17) % self.sizes.vocab_size
         tokens[:, 0] = np.where(plan.samples, made_up, -1)
         return RankResult(tokens)
+
+
+class DistinctAnswers(FakeExecutor):
+    """A fake executor with outputs that depend on each request's seed.
+
+    Otherwise, two requests with the same prompt in the same row would share their outputs' pages.
+    """
+
+    def __init__(self, sizes: EngineSizes) -> None:
+        super().__init__(sizes)
+        self._seeds = np.zeros((sizes.dp_size, sizes.num_rows), np.int64)
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        handle = super().launch(plan)
+        results = self.result(handle)
+        for rank_plan, result, seeds in zip(plan.ranks, results, self._seeds, strict=True):
+            for admission in rank_plan.admissions:
+                seeds[admission.row] = admission.seed
+            shifted = (result.tokens[:, 0] + seeds[rank_plan.rows]) % self.sizes.vocab_size
+            result.tokens[:, 0] = np.where(rank_plan.samples, shifted, -1)
+        return handle

@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from sgl_jax.bench.trace.served import ServedRun
 
-_PERCENTILES = (50, 90, 99)
+PERCENTILES = (50, 90, 99)
 
 
 class CacheRow(NamedTuple):
@@ -61,9 +62,9 @@ def served_values(run: ServedRun, oracles: Mapping[str, float]) -> dict[str, Any
         "hit_rate": counters["cached_tokens"] / prompt_tokens,
         "oracle_hit_rates": dict(oracles),
         "output_tokens": output_tokens,
-        "queueing_s": _spread([log.start_s - log.arrival_s for log in served]),
-        "ttft_s": _spread([log.first_token_s - log.arrival_s for log in served]),
-        "end_to_end_s": _spread([log.end_s - log.arrival_s for log in served]),
+        "queueing_s": spread([log.start_s - log.arrival_s for log in served]),
+        "ttft_s": spread([log.first_token_s - log.arrival_s for log in served]),
+        "end_to_end_s": spread([log.end_s - log.arrival_s for log in served]),
         "most_running": max(sample.num_running for sample in run.samples),
         "most_waiting": max(sample.num_waiting for sample in run.samples),
         "steps": len(run.host_s),
@@ -80,9 +81,10 @@ def served_values(run: ServedRun, oracles: Mapping[str, float]) -> dict[str, Any
     }
 
 
-def _spread(seconds: Sequence[float]) -> dict[str, float]:
+def spread(seconds: ArrayLike) -> dict[str, float]:
+    """Return the `PERCENTILES` and the maximum by name."""
     values = np.array(seconds)
-    spread = {f"p{p}": float(np.percentile(values, p)) for p in _PERCENTILES}
+    spread = {f"p{p}": float(np.percentile(values, p)) for p in PERCENTILES}
     return spread | {"max": float(values.max())}
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from sgl_jax.bench.trace.fake_executor import FakeExecutor
+from sgl_jax.bench.trace.fake_executor import DistinctAnswers
 from sgl_jax.bench.trace.host_link import HostLink
 from sgl_jax.bench.trace.load_or_compute import LoadChoices
 from sgl_jax.bench.trace.reading import TracedRequest, prompt_tokens
@@ -81,27 +81,6 @@ class ServedRun:
     arrivals_host_s: float = 0.0  # total CPU time of arrivals
     duration_s: float = 0.0  # clock time from the first arrival to the last token
     busy_s: float = 0.0  # clock time with a step on the device
-
-
-class DistinctAnswers(FakeExecutor):
-    """A fake executor with outputs that depend on each request's seed.
-
-    Otherwise, two requests with the same prompt in the same row would share their outputs' pages.
-    """
-
-    def __init__(self, sizes: EngineSizes) -> None:
-        super().__init__(sizes)
-        self._seeds = np.zeros((sizes.dp_size, sizes.num_rows), np.int64)
-
-    def launch(self, plan: StepPlan) -> StepHandle:
-        handle = super().launch(plan)
-        results = self.result(handle)
-        for rank_plan, result, seeds in zip(plan.ranks, results, self._seeds, strict=True):
-            for admission in rank_plan.admissions:
-                seeds[admission.row] = admission.seed
-            shifted = (result.tokens[:, 0] + seeds[rank_plan.rows]) % self.sizes.vocab_size
-            result.tokens[:, 0] = np.where(rank_plan.samples, shifted, -1)
-        return handle
 
 
 class _Replay:
