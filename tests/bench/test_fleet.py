@@ -314,21 +314,25 @@ def test_the_routers_counts_return_to_zero(excerpt):
 def test_a_failed_process_ends_the_run(excerpt):
     shape = shape_of(excerpt[:5], num_engines=1, copies=1)
     broken = shape._replace(sizes=shape.sizes._replace(max_step_tokens=8))
-    with pytest.raises(RuntimeError, match="a process of the fleet failed: ValueError: a step"):
+    with pytest.raises(ValueError, match="a step"):
         run_fleet("sticky", broken, 1)
+
+
+def run_interval(workers, end_s):
+    workers.send(Interval(end_s, [], []))
+    workers.receive()
 
 
 def test_a_killed_process_ends_the_run(excerpt):
     shape = shape_of(excerpt[:5], num_engines=1, copies=1)
     workers = Workers(shape, False, 1)
     try:
-        workers.send(Interval(0.05, [], []))
-        workers.receive()
+        run_interval(workers, 0.05)
         (process,) = multiprocessing.active_children()
         process.kill()
         process.join()
-        with pytest.raises(RuntimeError, match="a process of the fleet ended early"):
-            workers.send(Interval(0.1, [], []))
+        with pytest.raises(RuntimeError, match="terminated abruptly"):
+            run_interval(workers, 0.1)
     finally:
         workers.close()
 

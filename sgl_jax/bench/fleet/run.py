@@ -72,7 +72,7 @@ class FleetRouter:
 
 def run_fleet(policy_name: str, shape: FleetShape, num_processes: int) -> FleetRun:
     """Serve all traffic by the policy of that name in `POLICIES`. Raises RuntimeError if a process
-    fails, including by a memory audit, or an answer is short."""
+    ends or an answer is short, or the error of an engine."""
     traffic = Traffic(shape.trace, shape.copies, shape.speedup)
     router = FleetRouter(policy_name, shape)
     workers = Workers(shape, router.policy.reads_events, num_processes)

@@ -8,9 +8,10 @@ two intervals late, as over a network.
 
 import gc
 import multiprocessing
+from collections import deque
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from concurrent.futures import Future, ProcessPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,7 +21,6 @@ from sgl_jax.bench.trace.reading import TracedRequest
 from sgl_jax.bench.trace.step_time import StepSeconds
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.scheduler_args import SchedulerArgs
-from sgl_jax.mem_cache.errors import MemoryDefectError
 from sgl_jax.mem_cache.tree.block_log import BlocksRemoved, BlocksStored
 
 # Requests live for minutes: frequent garbage collections would find nothing.
@@ -123,87 +123,64 @@ class EngineGroup:
         return events
 
 
+_groups: list[EngineGroup] = []  # of this process, set by `_start`
+
+
+def _start(shape: FleetShape, logs_blocks: bool, first: int, stride: int) -> None:
+    _groups.append(EngineGroup(shape, logs_blocks, first, stride))
+    gc.freeze()
+    gc.set_threshold(_GC_THRESHOLD)
+
+
+def _run(interval: Interval) -> Report:
+    return _groups[0].run(interval)
+
+
+def _totals() -> list[EngineTotals]:
+    return _groups[0].totals()
+
+
 class Workers:
-    """The processes of a fleet. Call `close` at the end."""
+    """The processes of a fleet, an executor for each. Call `close` at the end."""
 
     def __init__(self, shape: FleetShape, logs_blocks: bool, num_processes: int) -> None:
         context = multiprocessing.get_context("spawn")  # numpy's threads do not survive a fork
-        self._num_processes = num_processes
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for first in range(num_processes):
-            pipe, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(theirs, shape, logs_blocks, first, num_processes)
-            )
-            process.start()
-            theirs.close()
-            self._pipes.append(pipe)
-            self._processes.append(process)
+        self._executors = [ProcessPoolExecutor(1, context) for _ in range(num_processes)]
+        self._starts = [
+            executor.submit(_start, shape, logs_blocks, first, num_processes)
+            for first, executor in enumerate(self._executors)
+        ]
+        self._running: deque[list[Future[Report]]] = deque()  # by interval
 
     def send(self, interval: Interval) -> None:
-        """Start an interval. Raises RuntimeError if a process failed."""
-        pairs = list(zip(interval.numbers, interval.engines, strict=True))
-        for first, pipe in enumerate(self._pipes):
-            own = [(number, i) for number, i in pairs if i % self._num_processes == first]
-            _send(pipe, Interval(interval.end_s, [n for n, _ in own], [i for _, i in own]))
+        """Start an interval. Raises RuntimeError if a process ended."""
+        count = len(self._executors)
+        parts = [Interval(interval.end_s, [], []) for _ in range(count)]
+        for number, engine in zip(interval.numbers, interval.engines, strict=True):
+            parts[engine % count].numbers.append(number)
+            parts[engine % count].engines.append(engine)
+        pairs = zip(self._executors, parts, strict=True)
+        self._running.append([executor.submit(_run, part) for executor, part in pairs])
 
     def receive(self) -> Report:
         """Return the work of all engines in the first interval not yet received. Raises
-        RuntimeError if a process failed, `MemoryDefectError` if its memory did."""
+        RuntimeError if a process ended, or the error of an engine."""
+        for start in self._starts:
+            start.result()
         report = Report([], [], [])
-        for pipe in self._pipes:
-            own: Report = _received(pipe)
-            report.began.extend(own.began)
-            report.served.extend(own.served)
-            report.events.extend(own.events)
+        for part in self._running.popleft():
+            began, served, events = part.result()
+            report.began.extend(began)
+            report.served.extend(served)
+            report.events.extend(events)
         return report
 
     def totals(self) -> list[EngineTotals]:
         """Audit all engines; return the work of each in order. Raises RuntimeError if a process
-        failed, `MemoryDefectError` if its memory did."""
-        for pipe in self._pipes:
-            _send(pipe, None)
-        return sorted(total for pipe in self._pipes for total in _received(pipe))
+        ended, `MemoryDefectError` if its memory does not match its ledger."""
+        parts = [executor.submit(_totals) for executor in self._executors]
+        return sorted(total for part in parts for total in part.result())
 
     def close(self) -> None:
-        for pipe, process in zip(self._pipes, self._processes, strict=True):
-            pipe.close()
-            process.terminate()
-            process.join()
-
-
-def _send(pipe: Connection, message: Interval | None) -> None:
-    try:
-        pipe.send(message)
-    except OSError:
-        while True:  # its error follows the reports not yet received
-            _received(pipe)
-
-
-def _received(pipe: Connection) -> Any:
-    try:
-        answer = pipe.recv()
-    except (EOFError, OSError):
-        raise RuntimeError("a process of the fleet ended early") from None
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
-
-
-def _serve(pipe: Connection, shape: FleetShape, logs_blocks: bool, first: int, stride: int) -> None:
-    """Run a process: send a report for each interval, and totals for None."""
-    try:
-        group = EngineGroup(shape, logs_blocks, first, stride)
-        gc.freeze()
-        gc.set_threshold(_GC_THRESHOLD)
-        while (interval := pipe.recv()) is not None:
-            pipe.send(group.run(interval))
-        pipe.send(group.totals())
-    except EOFError:
-        return  # the fleet ended first
-    except MemoryDefectError as error:
-        pipe.send(error)
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-        pipe.send(RuntimeError(f"a process of the fleet failed: {text}"))
+        for executor in self._executors:
+            executor.shutdown(cancel_futures=True)
