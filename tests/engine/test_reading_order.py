@@ -17,6 +17,7 @@ import ast
 import asyncio
 import sys
 import threading
+import time
 from itertools import groupby
 from pathlib import Path
 from types import CodeType, FrameType
@@ -187,6 +188,8 @@ class ProfiledEngine:
         """Serve until `stopped`; profiled from one turn's end to another's."""
 
         def after_turn(is_resting: bool) -> None:
+            sys.setprofile(None)
+            time.sleep(0.005)  # the streams keep up, so that none ends while it is profiled
             sys.setprofile(self.entered.note if self.is_profiled.is_set() else None)
             if self.stopped:
                 self.core.shut_down(Shutdown())
