@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from sgl_jax.core.command_line import parse_server_args
-from sgl_jax.core.exit_codes import FAILED
+from sgl_jax.core.errors import FAILED
 from sgl_jax.core.log_lines import log_to_terminal
 from sgl_jax.multihost.group import with_group
 from sgl_jax.server.lifecycle import serve

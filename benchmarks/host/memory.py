@@ -6,7 +6,7 @@ import numpy as np
 
 from benchmarks.host.steps import ROWS_PER_RANK, VOCAB_SIZE
 from benchmarks.host.timing import Timing, timed, timed_once
-from sgl_jax.core.cache_groups import FULL_ATTENTION
+from sgl_jax.core.engine_sizes import FULL_ATTENTION
 from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
 from sgl_jax.mem_cache.tree.radix_cache import RadixCache
 from sgl_jax.mem_cache.tree.tree_component import LeaseOffer

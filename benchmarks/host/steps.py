@@ -16,7 +16,7 @@ from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import Executor, StepHandle, StepPlan
-from sgl_jax.engine.loop.background_audit import BackgroundAudit
+from sgl_jax.engine.loop.memory_audit import BackgroundAudit
 from sgl_jax.scheduler.events import PlanStep, ResultRead, TakeOutputs
 from sgl_jax.scheduler.record.event_log import EventWriter
 from sgl_jax.scheduler.record.recorder import RecordedScheduler

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.host.steps import StepLoop
-from sgl_jax.core.cache_groups import CacheGroup
-from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.engine_sizes import CacheGroup, EngineSizes
 from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.scheduler_args import SchedulerArgs

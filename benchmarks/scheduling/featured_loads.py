@@ -4,7 +4,7 @@ from typing import Any
 
 from benchmarks.scheduling.clients import Tail, closed_loop, open_loop, requests, sessions
 from benchmarks.scheduling.traffic import FEWER_RETRACTS, Load
-from sgl_jax.core.cache_groups import LAST_VALUE, CacheGroup
+from sgl_jax.core.engine_sizes import LAST_VALUE, CacheGroup
 
 _PRIORITIES = {"enable_priority_scheduling": True}
 _SHARES = {"fair_share": "tokens"}

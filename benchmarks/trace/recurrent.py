@@ -13,8 +13,7 @@ import numpy as np
 
 from sgl_jax.bench.trace.cache_only import Trace
 from sgl_jax.bench.trace.reading import BLOCK_TOKENS, prompt_tokens
-from sgl_jax.core.cache_groups import LAST_VALUE, CacheGroup
-from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.engine_sizes import LAST_VALUE, CacheGroup, EngineSizes
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.ledger import audit
 from sgl_jax.mem_cache.rank_memory import RankMemory

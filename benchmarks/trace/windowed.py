@@ -14,7 +14,7 @@ import numpy as np
 
 from sgl_jax.bench.trace.cache_only import Trace
 from sgl_jax.bench.trace.reading import BLOCK_TOKENS, TracedRequest, block_tokens
-from sgl_jax.core.cache_groups import FULL_ATTENTION, CacheGroup
+from sgl_jax.core.engine_sizes import FULL_ATTENTION, CacheGroup
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
 from sgl_jax.mem_cache.tree.cache_walk import audit_cache

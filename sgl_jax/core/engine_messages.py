@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from sgl_jax.core.exit_codes import FAILED
+from sgl_jax.core.errors import FAILED
 from sgl_jax.core.progress import PhaseReport
 
 FinishType = Literal["stop", "length", "abort"]
@@ -116,7 +116,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class EngineFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The engine cannot continue. The process ends after this message, and the server exits with
-    `exit_code` (core/exit_codes.py).
+    `exit_code` (core/errors.py).
 
     `message` is for the operator, not for clients.
     """

@@ -36,9 +36,7 @@ from sgl_jax.engine.channels import InProcessChannel
 from sgl_jax.engine.front.frontend import Frontend
 from sgl_jax.engine.front.health import EngineHealth
 from sgl_jax.engine.front.request_stream import RequestStream
-from sgl_jax.engine.front.tracing import open_tracer
 from sgl_jax.engine.loop.core import EngineCore
-from sgl_jax.engine.model_files import open_model_files
 from sgl_jax.engine.offline_inputs import (
     Prompt,
     Sampling,
@@ -48,6 +46,7 @@ from sgl_jax.engine.offline_inputs import (
     as_struct,
 )
 from sgl_jax.engine.offline_results import Generation, GenerationError, extended
+from sgl_jax.engine.opening import open_model_files, open_tracer
 from sgl_jax.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

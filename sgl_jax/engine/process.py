@@ -21,8 +21,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from sgl_jax.core.engine_messages import EngineFailed, EngineInfo, Heartbeat
-from sgl_jax.core.errors import GroupError, StepsFailedError
-from sgl_jax.core.exit_codes import FAILED, GROUP_REFUSED, HOST_LOST, STEPS_FAILED
+from sgl_jax.core.errors import (
+    FAILED,
+    GROUP_REFUSED,
+    HOST_LOST,
+    STEPS_FAILED,
+    GroupError,
+    StepsFailedError,
+)
 from sgl_jax.core.log_lines import log_to_terminal
 from sgl_jax.core.progress import Progress
 from sgl_jax.core.server_args import ServerArgs

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sgl_jax.core.cache_groups import CacheGroup
-from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.engine_sizes import CacheGroup, EngineSizes
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.settings import flag
 from sgl_jax.executor.buckets import Buckets, StepLimits, choose_buckets, step_limits

@@ -37,7 +37,7 @@ from sgl_jax.core.step_plan import (
     mask_words,
 )
 from sgl_jax.core.transfers import TransferEnd, Transfers
-from sgl_jax.executor.block_stores.opening import open_block_store
+from sgl_jax.executor.block_stores.opening import open_block_store, weights_fingerprint
 from sgl_jax.executor.buckets import Bucket
 from sgl_jax.executor.compile_watch import BackgroundCompilation, CompileWatch
 from sgl_jax.executor.cpu_blocks import CpuBlocks
@@ -51,7 +51,6 @@ from sgl_jax.executor.pool_size import choose_pool_pages, require_host_bytes
 from sgl_jax.executor.profiler import Profiler
 from sgl_jax.executor.programs import Programs
 from sgl_jax.executor.row_tables import DeviceRows, cut_admissions, empty_piece
-from sgl_jax.executor.weights_fingerprint import weights_fingerprint
 from sgl_jax.kernels.attention.cache_dtype import cache_dtype_name
 from sgl_jax.layers.agreement import of_each_host
 from sgl_jax.mem_cache.device_pool import kv_absmax, make_zeros

@@ -12,7 +12,7 @@ group's window has passed, whether they are the row's or the tree's.
 takes a namespace, so none can use another.
 """
 
-from sgl_jax.core.cache_groups import CacheGroup
+from sgl_jax.core.engine_sizes import CacheGroup
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.errors import LeaseError
 from sgl_jax.mem_cache.pages.req_to_token_pool import RowTables

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from sgl_jax.core.cache_groups import LAST_VALUE, CacheGroup
+from sgl_jax.core.engine_sizes import LAST_VALUE, CacheGroup
 from sgl_jax.core.layer_configs import GatedDeltaConfig, LatentConfig
 from sgl_jax.models.config_defaults import (
     architecture_name,

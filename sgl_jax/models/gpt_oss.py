@@ -5,7 +5,7 @@ The config has the windows, the rotation (YaRN) and the biases of attention.
 
 from functools import partial
 
-from sgl_jax.core.quantization import MXFP4_GROUP
+from sgl_jax.core.layer_configs import MXFP4_GROUP
 from sgl_jax.kernels.tpu_chip import SUBLANES
 from sgl_jax.layers.linear import ExpertLinear, Linear
 from sgl_jax.layers.moe import MixtureOfExperts, clamped_swiglu

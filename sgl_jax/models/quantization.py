@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from sgl_jax.core.quantization import Scheme
+from sgl_jax.core.layer_configs import Scheme
 
 # The layouts of matrices in files; `checkpoint.stored` has a reader for each.
 Packing = Literal["float", "plain", "compressed", "awq", "gptq", "mxfp4"]

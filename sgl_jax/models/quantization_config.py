@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sgl_jax.core.quantization import MXFP4_GROUP, ActivationFormat, Scheme, WeightFormat
+from sgl_jax.core.layer_configs import MXFP4_GROUP, ActivationFormat, Scheme, WeightFormat
 from sgl_jax.models.config_fields import ModelConfigError, is_int
 from sgl_jax.models.quantization import QuantizationConfig, Rule, Stored, of_first_expert
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import zmq
 from zmq.utils import z85
 
-from sgl_jax.core.exit_codes import HOST_LOST
+from sgl_jax.core.errors import HOST_LOST
 from sgl_jax.multihost.group import MultihostGroup
 
 COMMANDS, BEATS = b"commands", b"beats"  # topics: the first frame of each message of host 0

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from sgl_jax.core.quantization import ActivationFormat
+from sgl_jax.core.layer_configs import ActivationFormat
 from sgl_jax.executor.devices import arrange_devices, check_devices
 
 GIB = 2**30

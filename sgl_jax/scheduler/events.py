@@ -9,7 +9,6 @@ from typing import TypeAlias
 
 import msgspec
 
-from sgl_jax.core.cache_groups import CacheGroup
 from sgl_jax.core.engine_messages import (
     FinishReason,
     OutputBatch,
@@ -17,7 +16,7 @@ from sgl_jax.core.engine_messages import (
     RequestOutput,
     TokenLogprobs,
 )
-from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.engine_sizes import CacheGroup, EngineSizes
 from sgl_jax.core.messages import (
     AbortRequest,
     GenerateRequest,

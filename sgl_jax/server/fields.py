@@ -31,10 +31,11 @@ from sgl_jax.core.sampling_params import (
     MAX_LOGIT_BIAS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    RANDOM_SEED,
     RANGES,
     SamplingParams,
+    choice_seed,
 )
-from sgl_jax.core.seeds import RANDOM_SEED, choice_seed
 from sgl_jax.server import unserved_fields
 from sgl_jax.server.guards.limits import MAX_FIELDS
 from sgl_jax.server.unserved_fields import (

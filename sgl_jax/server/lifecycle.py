@@ -3,7 +3,7 @@
     at first:          HTTP answers 503 "starting" until the engine is ready
     SIGTERM or SIGINT: refuse new requests (503), finish the running ones, exit 0
     again:             exit at once
-    engine ends:       log it, end open streams with an error event, exit by core/exit_codes.py
+    engine ends:       log it, end open streams with an error event, exit by core/errors.py
 
 Owns the engine process, the sockets to it, the text workers and the listening socket. Must never
 import jax.
@@ -30,16 +30,21 @@ from sgl_jax.core.engine_messages import (
     EngineMessage,
     Heartbeat,
 )
-from sgl_jax.core.errors import EngineDeadError, ShuttingDownError
-from sgl_jax.core.exit_codes import ENGINE_CODES, FAILED, HOST_LOST, KILLED_BY_SIGNAL
+from sgl_jax.core.errors import (
+    ENGINE_CODES,
+    FAILED,
+    HOST_LOST,
+    KILLED_BY_SIGNAL,
+    EngineDeadError,
+    ShuttingDownError,
+)
 from sgl_jax.core.messages import ContinueGeneration, Shutdown
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import ChannelError, EngineClient
 from sgl_jax.engine.front.frontend import Frontend
 from sgl_jax.engine.front.health import EngineHealth
-from sgl_jax.engine.front.tracing import open_tracer
 from sgl_jax.engine.loop.garbage import collect_seldom
-from sgl_jax.engine.model_files import open_model_files
+from sgl_jax.engine.opening import open_model_files, open_tracer
 from sgl_jax.engine.process import ENGINE_COMMAND, EngineProcess, ExitReport
 from sgl_jax.metrics.engine_metrics import EngineMetrics
 from sgl_jax.server.admin.management import Gate

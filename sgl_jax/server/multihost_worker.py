@@ -2,7 +2,7 @@
 
 It serves `/health` and `/metrics` of its host, and takes no other requests. After a signal, it
 makes host 0 finish all requests and end the engine. Otherwise it ends when its engine process does,
-with the codes in core/exit_codes.py. Must never import jax.
+with the codes in core/errors.py. Must never import jax.
 """
 
 import asyncio
@@ -27,8 +27,14 @@ from sgl_jax.core.engine_messages import (
     Heartbeat,
     HostReport,
 )
-from sgl_jax.core.errors import EngineDeadError, ShuttingDownError
-from sgl_jax.core.exit_codes import FAILED, GROUP_CODES, HOST_LOST, KILLED_BY_SIGNAL
+from sgl_jax.core.errors import (
+    FAILED,
+    GROUP_CODES,
+    HOST_LOST,
+    KILLED_BY_SIGNAL,
+    EngineDeadError,
+    ShuttingDownError,
+)
 from sgl_jax.core.messages import Shutdown
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import ChannelError, EngineClient

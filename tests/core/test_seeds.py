@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sgl_jax.core.seeds import choice_seed
+from sgl_jax.core.sampling_params import choice_seed
 
 SEEDS = (0, 1, -1, -2, -3, 2**32 - 1, 2**32, -(2**32), 2**63 - 1, -(2**63), 1234567890123456789)
 

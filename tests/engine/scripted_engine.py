@@ -57,7 +57,7 @@ from sgl_jax.core.messages import (
     WithReply,
 )
 from sgl_jax.core.progress import Progress
-from sgl_jax.core.seeds import choice_seed
+from sgl_jax.core.sampling_params import choice_seed
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import Channel
 from sgl_jax.engine.process import run_engine

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sgl_jax.core.messages import UpdateWeightsFromDisk
-from sgl_jax.engine.loop import pending_flushes, saved_cache
+from sgl_jax.engine.loop import controls, saved_cache
 from sgl_jax.engine.offline import Engine
 from sgl_jax.executor import model_executor, store_transfers
 from tests.engine.test_host_memory import GOLDEN, SAMPLING, SETTINGS
@@ -128,7 +128,7 @@ def test_a_flush_completes_once_a_put_is_overdue(
 def test_a_flush_is_refused_if_a_put_takes_too_long(
     store: HangingStore, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pending_flushes, "_LIMIT_S", 0.2)
+    monkeypatch.setattr(controls, "_FLUSH_LIMIT_S", 0.2)
     with Engine(**settings) as engine:
         assert not while_it_hangs(engine, store, engine.flush_cache)
         assert not engine.flush_cache()

@@ -28,7 +28,7 @@ from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.step_plan import RankResult, StepHandle, StepPlan
 from sgl_jax.engine.loop import core as core_module
 from sgl_jax.engine.loop.core import EngineCore
-from sgl_jax.engine.loop.memory_defect import MAX_DUMPS, DefectRecord
+from sgl_jax.engine.loop.memory_audit import MAX_DUMPS, DefectRecord
 from sgl_jax.mem_cache.errors import LedgerError, MemoryDefectError, OwnershipError
 from sgl_jax.mem_cache.pages.page_allocator import TREE
 from sgl_jax.mem_cache.rank_memory import RankMemory

@@ -8,7 +8,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from sgl_jax.core.quantization import Scheme
+from sgl_jax.core.layer_configs import Scheme
 from sgl_jax.kernels.grouped_matmul.interface import blocked_grouped_matmul
 from sgl_jax.kernels.quantized_matmul.xla import xla_quantized_matmul
 from sgl_jax.layers.linear import ExpertLinear, Linear

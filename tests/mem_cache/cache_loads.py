@@ -7,7 +7,7 @@ from random import Random
 
 import numpy as np
 
-from sgl_jax.core.cache_groups import FULL_ATTENTION
+from sgl_jax.core.engine_sizes import FULL_ATTENTION
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
 from sgl_jax.mem_cache.tree.cache_walk import audit_cache

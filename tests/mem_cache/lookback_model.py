@@ -11,7 +11,7 @@ holds its last page of tokens, or none. The four sentences of the specification 
 
 from collections.abc import Sequence
 
-from sgl_jax.core.cache_groups import CacheGroup
+from sgl_jax.core.engine_sizes import CacheGroup
 from tests.mem_cache.tree_model import Tokens
 
 

@@ -6,8 +6,7 @@ request that would go on from a wrong state is found at once.
 
 import numpy as np
 
-from sgl_jax.core.cache_groups import LAST_VALUE, CacheGroup
-from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.engine_sizes import LAST_VALUE, CacheGroup, EngineSizes
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.ledger import audit

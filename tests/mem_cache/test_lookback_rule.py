@@ -6,7 +6,7 @@ everything and one with a window of three tokens: the query's own, and the two b
 
 import numpy as np
 
-from sgl_jax.core.cache_groups import CacheGroup
+from sgl_jax.core.engine_sizes import CacheGroup
 from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
 from sgl_jax.mem_cache.tree.cache_walk import audit_cache
 from sgl_jax.mem_cache.tree.radix_cache import PrefixMatch, RadixCache

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sgl_jax.core.cache_groups import LAST_VALUE, CacheGroup
+from sgl_jax.core.engine_sizes import LAST_VALUE, CacheGroup
 from sgl_jax.mem_cache.eviction.eviction_policy import EVICTION_POLICIES
 from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
 from sgl_jax.mem_cache.tree.cache_walk import audit_cache

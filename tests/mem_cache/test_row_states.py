@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sgl_jax.core.cache_groups import LAST_VALUE, CacheGroup
+from sgl_jax.core.engine_sizes import LAST_VALUE, CacheGroup
 from sgl_jax.mem_cache.dump import dump_rank
 from sgl_jax.mem_cache.errors import LeaseError, LedgerError
 from sgl_jax.mem_cache.ledger import audit, check_balance

@@ -8,7 +8,7 @@ nothing and by matches cut to nothing, and snapshots of a prompt that was paused
 import numpy as np
 import pytest
 
-from sgl_jax.core.cache_groups import LAST_VALUE, CacheGroup
+from sgl_jax.core.engine_sizes import LAST_VALUE, CacheGroup
 from sgl_jax.mem_cache.eviction.eviction_policy import EVICTION_POLICIES
 from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
 from sgl_jax.mem_cache.tree.radix_cache import PrefixMatch, RadixCache

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sgl_jax.core.cache_groups import FULL_ATTENTION, CacheGroup
+from sgl_jax.core.engine_sizes import FULL_ATTENTION, CacheGroup
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import (
     DescribePage,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sgl_jax.core.cache_groups import FULL_ATTENTION, LAST_VALUE, CacheGroup
+from sgl_jax.core.engine_sizes import FULL_ATTENTION, LAST_VALUE, CacheGroup
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.metrics.engine_metrics import EngineMetrics
 from sgl_jax.metrics.request_metrics import RequestMetrics

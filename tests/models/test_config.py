@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from sgl_jax.core.quantization import Scheme
+from sgl_jax.core.layer_configs import Scheme
 from sgl_jax.kernels.attention.batch import ScoreOptions
 from sgl_jax.models.config import (
     CacheGroup,

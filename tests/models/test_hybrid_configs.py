@@ -2,7 +2,7 @@
 
 import pytest
 
-from sgl_jax.core.cache_groups import LAST_VALUE, CacheGroup
+from sgl_jax.core.engine_sizes import LAST_VALUE, CacheGroup
 from sgl_jax.core.layer_configs import ExpertChoice, GatedDeltaConfig
 from sgl_jax.models.config import ModelConfig, ModelConfigError, RopeConfig
 from sgl_jax.models.decoder import BuildOptions

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from sgl_jax.core.cache_groups import CacheGroup
+from sgl_jax.core.engine_sizes import CacheGroup
 from sgl_jax.core.layer_configs import ExpertChoice, LatentConfig
 from sgl_jax.models.config import ModelConfig, ModelConfigError
 from sgl_jax.models.decoder import BuildOptions

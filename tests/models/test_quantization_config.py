@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from sgl_jax.core.quantization import Scheme
+from sgl_jax.core.layer_configs import Scheme
 from sgl_jax.models.config import ModelConfig, ModelConfigError
 from sgl_jax.models.quantization import QuantizationConfig, Rule, Stored, quantize_at_load
 from sgl_jax.models.quantization_config import read_quantization

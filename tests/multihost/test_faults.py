@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 
-from sgl_jax.core.exit_codes import FAILED, GROUP_REFUSED, HOST_LOST
+from sgl_jax.core.errors import FAILED, GROUP_REFUSED, HOST_LOST
 from tests.fault_kit.faults import is_gone
 from tests.multihost.live_group import Host, end, generate, live_group, start_host
 from tests.multihost.machines import Machines, can_cut, machines

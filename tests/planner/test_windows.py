@@ -2,7 +2,7 @@
 
 import pytest
 
-from sgl_jax.core.quantization import MXFP4_GROUP
+from sgl_jax.core.layer_configs import MXFP4_GROUP
 from sgl_jax.executor.engine_config import EngineConfig
 from sgl_jax.models.placement import place_model
 from sgl_jax.planner.arguments import parse_plan_request

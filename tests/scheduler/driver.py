@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from sgl_jax.core.cache_groups import FULL_ATTENTION, CacheGroup
 from sgl_jax.core.engine_messages import FinishReason, OutputBatch, Reply, TokenLogprobs
-from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.engine_sizes import FULL_ATTENTION, CacheGroup, EngineSizes
 from sgl_jax.core.messages import (
     AbortRequest,
     ForkSession,

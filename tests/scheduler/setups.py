@@ -5,8 +5,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from sgl_jax.core.cache_groups import FULL_ATTENTION, LAST_VALUE, CacheGroup
-from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.engine_sizes import FULL_ATTENTION, LAST_VALUE, CacheGroup, EngineSizes
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from tests.scheduler.driver import forced_retract, make_sizes
 

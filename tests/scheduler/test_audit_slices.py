@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 
-from sgl_jax.core.cache_groups import FULL_ATTENTION, LAST_VALUE, CacheGroup
+from sgl_jax.core.engine_sizes import FULL_ATTENTION, LAST_VALUE, CacheGroup
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.lease import KVLease

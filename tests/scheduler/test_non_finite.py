@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from sgl_jax.core.cache_groups import FULL_ATTENTION, CacheGroup
+from sgl_jax.core.engine_sizes import FULL_ATTENTION, CacheGroup
 from sgl_jax.core.messages import OpenSession, SessionTurn
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.scheduler.events import Flush

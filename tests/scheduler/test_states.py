@@ -7,7 +7,7 @@ before its first query.
 import numpy as np
 import pytest
 
-from sgl_jax.core.cache_groups import FULL_ATTENTION, LAST_VALUE, CacheGroup
+from sgl_jax.core.engine_sizes import FULL_ATTENTION, LAST_VALUE, CacheGroup
 from sgl_jax.core.messages import OpenSession, SessionTurn
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from tests.scheduler.driver import Driver, generate, make_sizes

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from sgl_jax.core.messages import AbortRequest, GenerateRequest
-from sgl_jax.core.seeds import choice_seed
+from sgl_jax.core.sampling_params import choice_seed
 from tests.engine.scripted_engine import (
     CRASH_SEED,
     FULL_SEED,

@@ -9,7 +9,7 @@ from openai.types.chat import completion_create_params as chat_params
 
 from scripts import make_request_fields
 from sgl_jax.core.messages import FrontMessage, GenerateRequest
-from sgl_jax.core.seeds import choice_seed
+from sgl_jax.core.sampling_params import choice_seed
 from sgl_jax.server.apis.completions import CompletionRequest
 from sgl_jax.server.apis.native import GenerateBody, NativeSampling
 from sgl_jax.server.chat_request import ChatRequest

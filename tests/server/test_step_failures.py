@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from sgl_jax.core.exit_codes import STEPS_FAILED
+from sgl_jax.core.errors import STEPS_FAILED
 from tests.live.live_server import DEMO
 from tests.server.conftest import Rig
 from tests.server.server_process import running_server

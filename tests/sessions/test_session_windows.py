@@ -2,7 +2,7 @@
 
 import pytest
 
-from sgl_jax.core.cache_groups import CacheGroup
+from sgl_jax.core.engine_sizes import CacheGroup
 from sgl_jax.core.messages import SessionTurn
 from tests.sessions.conversations import Conversations
 from tests.sessions.test_session_and_tree import compute, words

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sgl_jax.core.cache_groups import FULL_ATTENTION, CacheGroup
+from sgl_jax.core.engine_sizes import FULL_ATTENTION, CacheGroup
 from sgl_jax.core.messages import SessionTurn, StopRequest
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from tests.scheduler.driver import Driver, forced_retract, generate, make_sizes

@@ -7,6 +7,7 @@ events, so a recording contains the changes.
 import dataclasses
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ import msgspec
 from sgl_jax.core.calls import (
     Done,
     ExpertRecord,
+    Flushed,
     GenerationState,
     SettingsChanged,
     Traced,
@@ -27,6 +29,7 @@ from sgl_jax.core.messages import (
     AbortRequest,
     ContinueGeneration,
     DumpExpertRecord,
+    FlushCache,
     PauseGeneration,
     SetInternalState,
     StartExpertRecord,
@@ -39,8 +42,9 @@ from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.watchdog import Watchdog
 from sgl_jax.executor.expert_recorder import ExpertRecorder
 from sgl_jax.executor.model_executor import ModelExecutor, WeightsError
+from sgl_jax.mem_cache.errors import MemoryDefectError
 from sgl_jax.models.config_fields import ModelConfigError
-from sgl_jax.scheduler.events import Configure, Pause, Resume, RetractAll
+from sgl_jax.scheduler.events import Configure, Flush, Pause, Resume, RetractAll
 from sgl_jax.scheduler.scheduler import Scheduler
 
 # No program or buffer depends on these settings, except for the chunk size, which may only shrink.
@@ -52,6 +56,9 @@ CHANGEABLE = (
     "priority_scheduling_preemption_threshold",
     "chunked_prefill_size",
 )
+# Upper bound on calls without a reply (`Frontend.call`), so older calls can no longer be cancelled.
+_MAX_STEPS = 1024
+_FLUSH_LIMIT_S = 20.0  # after which a waiting flush is refused
 _WORDS = {str: "text", int: "a whole number", float: "a number"}
 
 
@@ -246,5 +253,49 @@ def refusal(message: Any, why: str, **data: Any) -> Reply:
     return Reply(rid=message.rid, ok=False, message=why, data=data)
 
 
-# Upper bound on calls without a reply (`Frontend.call`), so older calls can no longer be cancelled.
-_MAX_STEPS = 1024
+class PendingFlushes:
+    """The flushes that wait until no prefix is being written to the store.
+
+    Attributes:
+        calls: the calls without a reply, each with its deadline by `time.monotonic()`.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self.calls: list[tuple[FlushCache, float]] = []
+
+    def add(self, message: FlushCache) -> None:
+        self.calls.append((message, time.monotonic() + _FLUSH_LIMIT_S))
+
+    def take(self, rid: str) -> list[FlushCache]:
+        taken = [message for message, _ in self.calls if message.rid == rid]
+        self.calls = [each for each in self.calls if each[0].rid != rid]
+        return taken
+
+    def answer_all(self, send: Callable[[Reply], object], defect_text: str) -> None:
+        """Flush if that is possible now, and reply to the calls that need not wait any longer.
+
+        If the flush finds a defect of the memory, all calls are refused with `defect_text` and
+        `MemoryDefectError` is raised.
+        """
+        # Removed first, so that a flush that finds a defect of the memory is not repeated.
+        calls, self.calls = self.calls, []
+        is_running = self._scheduler.num_running > 0
+        may_flush = not is_running and not self._scheduler.is_moving_out
+        try:
+            is_flushed = may_flush and self._scheduler.handle(Flush())
+        except MemoryDefectError:
+            for message, _ in calls:
+                send(refusal(message, defect_text, status_code=500))
+            raise
+        if is_flushed:
+            for message, _ in calls:
+                send(answer(message, Flushed()))
+            return
+        what = "requests are running" if is_running else "the store still writes prefixes"
+        now_s = time.monotonic()
+        for message, until_s in calls:
+            if is_running or until_s < now_s:
+                send(refusal(message, f"{what}; the cache was not flushed", code="busy"))
+            else:
+                self.calls.append((message, until_s))

@@ -39,17 +39,14 @@ from sgl_jax.core.progress import Progress
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.step_plan import StepHandle, StepPlan
 from sgl_jax.engine.channels import Channel
-from sgl_jax.engine.loop.background_audit import BackgroundAudit
-from sgl_jax.engine.loop.controls import CallUndo, Controls, answer, refusal
+from sgl_jax.engine.loop.controls import CallUndo, Controls, PendingFlushes, answer, refusal
 from sgl_jax.engine.loop.kv_events import KVEventsConfig, open_kv_events
-from sgl_jax.engine.loop.memory_defect import DefectRecord
+from sgl_jax.engine.loop.memory_audit import BackgroundAudit, DefectRecord
 from sgl_jax.engine.loop.offload_transfers import OffloadTransfers
-from sgl_jax.engine.loop.pending_flushes import PendingFlushes
 from sgl_jax.engine.loop.request_grammars import RequestGrammars, step_masks
 from sgl_jax.engine.loop.request_stamps import RequestStamps
 from sgl_jax.engine.loop.saved_cache import CacheSaver
-from sgl_jax.engine.loop.step_failures import StepFailures
-from sgl_jax.engine.loop.step_log import StepLog
+from sgl_jax.engine.loop.step_log import StepFailures, StepLog
 from sgl_jax.engine.watchdog import Watchdog, exit_process
 from sgl_jax.executor.first_token import first_token_plan
 from sgl_jax.executor.model_executor import ModelExecutor

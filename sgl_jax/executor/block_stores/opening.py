@@ -1,6 +1,12 @@
-"""Open the block store named by a server's settings."""
+"""Open the block store named by a server's settings, and compute the fingerprint in its keys."""
 
+import hashlib
 import json
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.executor.block_stores.block_store import BlockStore
@@ -19,3 +25,39 @@ def open_block_store(args: ServerArgs) -> BlockStore:
         except OSError as error:
             raise RuntimeError(f"the store in {folder} cannot be used: {error}") from error
     return MooncakeStore(json.loads(args.hicache_storage_backend_extra_config or "{}"))
+
+
+# Odd multipliers of two sums; the first is derived from the golden ratio.
+_MULTIPLIERS = (0x9E3779B1, 0x85EBCA77)
+
+
+def weights_fingerprint(weights: Sequence[jax.Array]) -> str:
+    """Hash the bits of all weights, in order, to 32 hexadecimal digits.
+
+    The devices compute two sums of each array's elements modulo 2**32, weighted by position. The
+    result is a BLAKE2b hash of shapes, dtypes and sums.
+    """
+    sums = jax.jit(lambda arrays: [_sums(array) for array in arrays])(list(weights))
+    digest = hashlib.blake2b(digest_size=16)
+    for array, own in zip(weights, sums, strict=True):
+        digest.update(f"{array.dtype} {array.shape}".encode())
+        digest.update(np.asarray(own).tobytes())
+    return digest.hexdigest()
+
+
+def _sums(array: jax.Array) -> jax.Array:
+    bits = array.dtype.itemsize * 8
+    if jnp.issubdtype(array.dtype, jnp.floating) and bits >= 8:
+        array = jax.lax.bitcast_convert_type(array, f"uint{bits}")
+    values = array.astype(jnp.uint32)
+    place = jnp.zeros(array.shape, jnp.uint32)
+    for axis, size in enumerate(array.shape):
+        own = jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis)
+        place = place * jnp.uint32(size) + own
+    # Mixed so that all positions have different, odd weights.
+    sums = []
+    for multiplier in _MULTIPLIERS:
+        mixed = place * jnp.uint32(multiplier)
+        mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0xC2B2AE3D)
+        sums.append(jnp.sum(values * (mixed | 1), dtype=jnp.uint32))
+    return jnp.stack(sums)

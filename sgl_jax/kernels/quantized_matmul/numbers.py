@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from sgl_jax.core.quantization import GREATEST, ActivationFormat, WeightFormat
+from sgl_jax.core.layer_configs import GREATEST, ActivationFormat, WeightFormat
 
 _VALUE_DTYPES: dict[str, DTypeLike] = {
     "int8": jnp.int8,

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sgl_jax.core.cache_groups import CacheGroup
+from sgl_jax.core.engine_sizes import CacheGroup
 from sgl_jax.core.step_plan import BoolArray, Int32Array
 from sgl_jax.core.transfers import Keys, StoreTransfer, TransferEnd
 from sgl_jax.mem_cache.offload.content_keys import ContentKeys

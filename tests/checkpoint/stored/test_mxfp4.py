@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from sgl_jax.checkpoint.stored.mxfp4 import Mxfp4Reader
-from sgl_jax.core.quantization import MXFP4_GROUP, Scheme
+from sgl_jax.core.layer_configs import MXFP4_GROUP, Scheme
 from sgl_jax.kernels.quantized_matmul.numbers import as_numbers, as_scales
 from sgl_jax.layers.sources import MatrixPart
 from sgl_jax.models.quantization import Rule, Stored

@@ -20,7 +20,7 @@ from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.front.frontend import Frontend
 from sgl_jax.engine.front.request_spans import RequestTracer
 from sgl_jax.engine.front.request_stream import RequestStream
-from sgl_jax.engine.front.tracing import open_tracer
+from sgl_jax.engine.opening import open_tracer
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.engine.scripted_engine import DirectClient, ScriptedEngine
 from tests.support.otlp_receiver import PHASES, receiving, values

@@ -10,8 +10,8 @@ from sgl_jax.core.errors import StepsFailedError
 from sgl_jax.core.messages import FrontMessage, GenerateRequest
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.engine.loop import core as core_module
-from sgl_jax.engine.loop import step_failures
-from sgl_jax.engine.loop.step_failures import StepFailures
+from sgl_jax.engine.loop import step_log
+from sgl_jax.engine.loop.step_log import StepFailures
 from sgl_jax.scheduler.events import GrammarReady
 from tests.engine.scripted_channel import ScriptedChannel
 from tests.engine.test_faults import Rig
@@ -91,7 +91,7 @@ def test_without_requests_a_step_of_the_engine_shows_that_the_device_works_again
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a load balancer that reads /health would never send the request that shows it."""
-    monkeypatch.setattr(step_failures, "PROBE_INTERVAL_S", 0.0)
+    monkeypatch.setattr(step_log, "PROBE_INTERVAL_S", 0.0)
 
     def script() -> Iterator[list[FrontMessage]]:
         rig.executor.failing_launches = {rig.executor.num_launched + i for i in range(3)}

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from sgl_jax.core.quantization import Scheme
+from sgl_jax.core.layer_configs import Scheme
 from sgl_jax.kernels.grouped_matmul.interface import (
     GroupMatrices,
     blocked_grouped_matmul,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from jax.experimental.pallas.tpu import force_tpu_interpret_mode
 
-from sgl_jax.core.quantization import Scheme
+from sgl_jax.core.layer_configs import Scheme
 from sgl_jax.kernels.grouped_matmul import tpu
 from sgl_jax.kernels.grouped_matmul.interface import GroupMatrices
 from sgl_jax.kernels.grouped_matmul.tpu import Tiles

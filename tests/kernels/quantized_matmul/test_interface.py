@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sgl_jax.core.quantization import Scheme
+from sgl_jax.core.layer_configs import Scheme
 from sgl_jax.kernels.quantized_matmul import xla
 from sgl_jax.kernels.quantized_matmul.xla import cpu_quantized_matmul, xla_quantized_matmul
 from tests.kernels.quantized_matmul.problems import LAYER, draw, expected

@@ -5,7 +5,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from sgl_jax.core.quantization import Scheme
+from sgl_jax.core.layer_configs import Scheme
 from sgl_jax.kernels.quantized_matmul.numbers import (
     as_numbers,
     as_scales,

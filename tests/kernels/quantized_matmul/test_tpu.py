@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas.tpu import force_tpu_interpret_mode
 
-from sgl_jax.core.quantization import GREATEST, Scheme
+from sgl_jax.core.layer_configs import GREATEST, Scheme
 from sgl_jax.kernels.quantized_matmul import tpu
 from sgl_jax.kernels.quantized_matmul.interface import QuantizedArrays
 from sgl_jax.kernels.quantized_matmul.tpu import Blocks, choose_blocks

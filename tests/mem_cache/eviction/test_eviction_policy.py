@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sgl_jax.core.cache_groups import FULL_ATTENTION
+from sgl_jax.core.engine_sizes import FULL_ATTENTION
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.eviction.adaptive_policy import AdaptivePolicy
 from sgl_jax.mem_cache.eviction.eviction_policy import EVICTION_POLICIES

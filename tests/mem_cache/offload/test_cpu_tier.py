@@ -5,8 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sgl_jax.core.cache_groups import FULL_ATTENTION, CacheGroup
-from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.engine_sizes import FULL_ATTENTION, CacheGroup, EngineSizes
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.core.transfers import TransferEnd, Transfers
 from sgl_jax.mem_cache.errors import LedgerError

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from sgl_jax.core.cache_groups import FULL_ATTENTION, CacheGroup
+from sgl_jax.core.engine_sizes import FULL_ATTENTION, CacheGroup
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.core.transfers import TransferEnd
 from sgl_jax.mem_cache.lease import KVLease

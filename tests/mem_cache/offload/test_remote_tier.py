@@ -5,7 +5,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from sgl_jax.core.cache_groups import FULL_ATTENTION, CacheGroup
+from sgl_jax.core.engine_sizes import FULL_ATTENTION, CacheGroup
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.core.transfers import StoreTransfer, TransferEnd, Transfers
 from sgl_jax.mem_cache.offload import remote_tier

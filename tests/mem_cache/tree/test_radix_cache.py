@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sgl_jax.core.cache_groups import FULL_ATTENTION
+from sgl_jax.core.engine_sizes import FULL_ATTENTION
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.eviction.shadow_pages import NUM_CLASSES
 from sgl_jax.mem_cache.pages.page_allocator import PageAllocator

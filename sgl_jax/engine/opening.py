@@ -1,11 +1,27 @@
-"""Opens the tracer of `--enable-trace`. Its libraries are an optional extra."""
+"""Opens what a frontend needs besides the engine: tokenizer and tracer. Must not import jax."""
 
 import re
+from pathlib import Path
 
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.front.request_stream import Tracer
+from sgl_jax.models.config import CONFIG_FILE, ModelConfig
+from sgl_jax.models.served import served_config
+from sgl_jax.text.tokenizer import Tokenizer
+from sgl_jax.text.tokenizer_check import load_tokenizer
 
 _ENDPOINT = re.compile(r"(https?://)?[^\s/:]+:\d{1,5}|(https?://)?\[[0-9a-fA-F:]+\]:\d{1,5}")
+
+
+def open_model_files(args: ServerArgs) -> Tokenizer:
+    """Load the tokenizer of `args`, before anything large is loaded. Raises ValueError, with the
+    file's name, if it is unusable."""
+    if not Path(args.model_path).is_dir():
+        raise ValueError(f"--model-path: there is no folder {args.model_path!r}")
+    # The tokenizer's library also reads config.json, and would blame the tokenizer for a bad file.
+    if (Path(args.model_path) / CONFIG_FILE).is_file():
+        served_config(ModelConfig.from_path(args.model_path), args)
+    return load_tokenizer(args)
 
 
 def open_tracer(args: ServerArgs) -> Tracer | None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from sgl_jax.core.messages import FrontMessage
-from sgl_jax.engine.loop import background_audit
-from sgl_jax.engine.loop.background_audit import MAX_SHARE, PERIOD_S, BackgroundAudit
+from sgl_jax.engine.loop import memory_audit
 from sgl_jax.engine.loop.core import EngineCore
+from sgl_jax.engine.loop.memory_audit import MAX_SHARE, PERIOD_S, BackgroundAudit
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.pages.page_allocator import FREE, TREE
 from sgl_jax.mem_cache.rank_memory import RankMemory
@@ -95,8 +95,8 @@ def lock_a_leaf(memory: RankMemory) -> None:
 @pytest.fixture
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slice with each turn of the loop."""
-    monkeypatch.setattr(background_audit, "MAX_SHARE", 1e9)
-    monkeypatch.setattr(background_audit, "PERIOD_S", 0.0)
+    monkeypatch.setattr(memory_audit, "MAX_SHARE", 1e9)
+    monkeypatch.setattr(memory_audit, "PERIOD_S", 0.0)
 
 
 def constant_load(
