@@ -56,7 +56,6 @@ class EngineDeadError(RuntimeError):
     """The engine process has ended; no further request can be served."""
 
     def __init__(self, message: str, exit_code: int = FAILED) -> None:
-        """Create the error; the server then ends with `exit_code`."""
         super().__init__(message)
         self.exit_code = exit_code
 

@@ -20,7 +20,6 @@ class Shares:
     """
 
     def __init__(self, total: int, part: float, most_kept: int | None = None) -> None:
-        """Share `total` units; a tenant leaves at most `most_kept` to other tenants."""
         self.total = total
         self._part = part
         self._most_kept = total if most_kept is None else most_kept

@@ -156,7 +156,6 @@ class _Messages:
                 self._changed.notify_all()
 
     def _write_backlog(self) -> None:
-        """Write as much of the backlog as the kernel accepts now."""
         try:
             while self._backlog:
                 first = self._backlog[0]
@@ -209,7 +208,6 @@ class SocketChannel(_Messages):
     """A `Channel` over a socket. Only the engine loop's thread may use it, except for `send`."""
 
     def __init__(self, end: socket.socket) -> None:
-        """Take the engine's end of a pair (`EngineClient.engine_end`)."""
         super().__init__(end, FrontMessage)
         self._readable = select.poll()
         self._readable.register(end, select.POLLIN)

@@ -40,7 +40,6 @@ def as_options(options: Mapping[str, Any], num_prompts: int) -> list[dict[str, A
 
 
 def _as_each(name: str, given: Any, kind: type[T], num_prompts: int) -> list[T | None]:
-    """Return one value of type `kind`, or None, per prompt. Raises `InvalidRequestError`."""
     each = for_each(name, given, num_prompts)
     for value in each:
         if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
@@ -51,7 +50,6 @@ def _as_each(name: str, given: Any, kind: type[T], num_prompts: int) -> list[T |
 
 
 def _as_turn(given: SessionTurn | Mapping[str, Any] | None, num_prompts: int) -> SessionTurn | None:
-    """Return `session_params` as a turn. Raises `InvalidRequestError`, also for several prompts."""
     turn = None if given is None else as_struct(given, SessionTurn, "session_params")
     if turn is not None and num_prompts != 1:
         raise InvalidRequestError(

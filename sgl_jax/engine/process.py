@@ -125,7 +125,6 @@ class EngineProcess:
         self._watcher.join(timeout=5.0)
 
     def _watch(self) -> None:
-        """Forward the child's output until it ends, then report the exit."""
         assert self._process.stdout is not None
         tail = b""
         while data := os.read(self._process.stdout.fileno(), 65536):

@@ -232,7 +232,6 @@ class CpuBlocks:
         return future
 
     def _cut(self, move: PageTransfer) -> Iterator[tuple[int, Int32Array, Int32Array]]:
-        """Yield the pieces of a transfer: pool, pages and blocks."""
         for number, pool in enumerate(self._pools):
             pages, blocks = move.pages[number], move.blocks[number]
             for first in range(0, len(pages), pool.piece_pages):
@@ -415,7 +414,6 @@ class _Pool:
         return jax.make_array_from_single_device_arrays(piece.shape, sharding, parts)
 
     def _padded(self, index: int, piece: jax.ShapeDtypeStruct, device: jax.Device) -> jax.Array:
-        """Return the unused part of a device of another rank, created once."""
         if (index, device) not in self._padding:
             sharding: Any = piece.sharding
             zeros = np.zeros(sharding.shard_shape(piece.shape), piece.dtype)

@@ -113,7 +113,6 @@ def platform_of(mesh: Mesh) -> str:
 
 
 def _request_platform(args: ServerArgs) -> None:
-    """Set jax's platform and number of CPU devices; no effect after a device was used."""
     if args.device == "cpu":  # do not initialize an unused accelerator
         jax.config.update("jax_platforms", "cpu")
     configured: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]

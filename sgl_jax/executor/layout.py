@@ -221,7 +221,6 @@ class DPLayout:
     def _fetch(
         self, ranks: Sequence[RankPlan], words: jax.Array, counts: Sequence[int]
     ) -> list[PromptLogprobs]:
-        """Fetch each rank's values: of its rows, or of the prompt tokens it scored."""
         names_tokens = any(plan.num_logprob_ids for plan in ranks)
         return [_unpack(own, names_tokens) for own in self.split(np.asarray(words), counts)]
 

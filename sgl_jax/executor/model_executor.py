@@ -323,7 +323,6 @@ class ModelExecutor(Executor):
         return self._cpu_blocks.fingerprint
 
     def _kv_fingerprint(self) -> str:
-        """Return a hash of everything that determines a block's contents except its tokens."""
         weights = weights_fingerprint(self._weights)
         return hashlib.blake2b(f"{weights} {self._layout}".encode(), digest_size=16).hexdigest()
 

@@ -190,7 +190,6 @@ def pages_that_fit(free_bytes: int, pools: KVPools, tp_size: int, workspace_byte
 
 
 def _free_device_bytes(device: jax.Device, fraction: float) -> int:
-    """Return the bytes free within `fraction` of the device's memory."""
     stats: dict[str, Any] | None = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
         raise RuntimeError(

@@ -68,7 +68,6 @@ class Profiler:
 
 
 def _try_to_write(folder: Path) -> None:
-    """Raise OSError if the folder cannot be created or written."""
     make_private_folder(folder)
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(b"x")

@@ -251,7 +251,6 @@ class _LastQueries(NamedTuple):
 
 
 def _sampled(batch: AttentionBatch, queries: Queries, given: RankStep) -> _LastQueries:
-    """Return the queries after which a token is sampled."""
     controls = given.controls
     num_drawn = jnp.where(controls.samples, 1 + queries.drafts, 0)
     most = controls.rows.shape[0] * (1 + given.sizes.max_draft_tokens)

@@ -251,7 +251,6 @@ class StoreTransfers:
                 self._probe_at_s = time.monotonic() + _REST_S
 
     def _run_probe(self, lane: _Lane) -> None:
-        """Call the store in the same way as transfers do."""
         key, value = f"{self.fingerprint}/{secrets.token_hex(16)}", secrets.token_bytes(16)
         answers = False
         try:

@@ -58,7 +58,6 @@ class WorkerLink:
     def __init__(
         self, group: MultihostGroup, secret: str, host_timeout_s: float, progress: Progress
     ) -> None:
-        """Connect to host 0. `progress` is sent with each heartbeat, for host 0's log."""
         self.on_lost: Callable[[str], object] = end_process
         self.background_end: str | None = None
         self.figures = HostFigures()

@@ -221,7 +221,6 @@ class ChatRequest(GenerationFields):
 
     @property
     def _choice(self) -> tuple[str, set[str]]:
-        """Return the mode, and the names of the callable tools."""
         match self.tool_choice:
             case NamedTool(function=function):
                 return "required", {function.name}

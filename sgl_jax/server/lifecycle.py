@@ -195,7 +195,6 @@ class _Server:
         return References(args, front, info, metrics, limits, self._texts, self._health)
 
     async def _drain(self, refs: References) -> None:
-        """Wait up to `drain_timeout` for running requests, then end the rest with an error."""
         refs.draining = True
         frontend = refs.frontend
         logger.info("shutting down: %d requests to finish", frontend.num_open)
@@ -293,7 +292,6 @@ async def until_silent(health: EngineHealth) -> None:
 
 
 def _in_thread(call: Callable[[], T]) -> "asyncio.Future[T]":
-    """Run `call` in a daemon thread, for which the exiting process does not wait."""
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()
 

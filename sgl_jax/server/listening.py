@@ -23,7 +23,6 @@ _BACKLOG = 2048  # connections queued in the kernel until accepted
 
 
 def _allow_files(num_files: int) -> None:
-    """Allow this process `num_files` open files. Log a warning if the system allows fewer."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = num_files if hard == resource.RLIM_INFINITY else min(num_files, hard)
     if most > soft:

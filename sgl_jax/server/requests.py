@@ -76,7 +76,6 @@ async def prompt_requests(
 
 
 def _note_clamped(request: Request, asked: SamplingParams, given: SamplingParams) -> None:
-    """Record the least limit below the client's limit, for the header of the answer."""
     room, wanted = given.max_new_tokens, asked.max_new_tokens
     if room is not None and wanted and room < wanted:
         least = getattr(request.state, "clamped_max_tokens", room)
@@ -156,7 +155,6 @@ def _unpack(refs: References, ids: Ids) -> list[int]:
 
 
 def _client_of(request: Request) -> str:
-    """Return the text pool's name for the client: the name of its key, or its address."""
     caller = caller_of(request)
     if caller.name != ANONYMOUS.name:
         return caller.name

@@ -422,7 +422,6 @@ class Frontend:
 
 
 def _check_fits(num_requests: int, most: int, holder: str) -> None:
-    """Raise `InvalidRequestError` if `num_requests` requests of one client can never fit."""
     if num_requests > most:
         raise InvalidRequestError(
             f"prompts times n must be no more than {holder}: at most {most}, got {num_requests}"

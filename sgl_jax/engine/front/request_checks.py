@@ -193,7 +193,6 @@ class RequestChecks:
         return msgspec.structs.replace(sampling, max_new_tokens=room)
 
     def _checked_turn(self, turn: SessionTurn, rid: str) -> SessionTurn:
-        """Return `turn` after its checks, with its name and the BOS token to drop."""
         check_session_id(turn.id, "session_params.id")
         if turn.rid is not None:
             check_rid(turn.rid, "session_params.rid")

@@ -130,7 +130,6 @@ class _OneLineAMinute(logging.Filter):
 
 
 def _phases(stream: RequestStream) -> list[tuple[str, float]]:
-    """Return the phases that the request reached, each with its begin and in order."""
     is_whole = stream.finish is not None and stream.finish.type != "abort"
     begins = {
         "queue": stream.created_at,

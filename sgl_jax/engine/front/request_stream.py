@@ -182,7 +182,6 @@ class RequestStream:
             on_end(self)
 
     def _scan(self, ids: Sequence[int], with_text: Sequence[int]) -> None:
-        """Decode token by token, to find the token that completes a stop string."""
         assert self._stop_checker is not None
         min_new_tokens = self.request.sampling.min_new_tokens
         for index, token in enumerate(ids):

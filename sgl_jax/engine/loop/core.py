@@ -251,7 +251,6 @@ class EngineCore:
         return is_restoring or bool(self._flushes.calls) or self._grammars.is_busy
 
     def _look_for_programs(self) -> None:
-        """Start the requests that wait for the background compilation, if it has ended."""
         end = self.executor.background_end()
         if end is None:
             return
@@ -273,7 +272,6 @@ class EngineCore:
             self._is_audited = False
 
     def _transfer(self, run: Callable[[], None]) -> None:
-        """Run a method of `OffloadTransfers`, and recover from an error of the device."""
         try:
             run()
         except MemoryDefectError:
@@ -323,7 +321,6 @@ class EngineCore:
             self._read_oldest()
 
     def _read_oldest(self) -> bool:
-        """Wait for the oldest step in flight and apply its result. Return False after an error."""
         plan, handle = self._in_flight.popleft()
         try:
             results = self.executor.result(handle)
@@ -341,7 +338,6 @@ class EngineCore:
         return True
 
     def _recover(self, error: Exception) -> None:
-        """End all requests with an error and reset the device. Reraises `GroupError`."""
         if isinstance(error, GroupError):
             raise error
         logger.exception("a step failed; all requests in flight end with an error")
@@ -369,7 +365,6 @@ class EngineCore:
         self.executor.reset()
 
     def _answer_defect(self, error: MemoryDefectError) -> None:
-        """Record a memory defect; then crash, or end all requests and continue, by the setting."""
         memories = [rank.memory for rank in self.scheduler.ranks]
         context = {"state": self.state(), "steps_in_flight": len(self._in_flight)}
         where = self._defects.record(error, memories, context)

@@ -77,7 +77,6 @@ class OffloadTransfers:
     def _limited(
         self, transfers: Transfers, timeout_s: float, ended_due_s: Mapping[tuple[int, int], float]
     ) -> Transfers:
-        """Set the deadlines of pending loads. A load has its lookup's number and deadline."""
         due_s = time.monotonic() + timeout_s
         for move in (*transfers.searches, *transfers.loads):
             if move.is_awaited:

@@ -92,7 +92,6 @@ def _refusal(job: Job) -> FinishReason:
 
 
 def _queue_full(whose: str | None) -> FinishReason:
-    """Return the finish reason for a full queue of the tenant named `whose`, or of all if None."""
     if whose is None:
         text = "too many grammars wait to be compiled"
         return FinishReason("abort", message=text, status_code=503, code="queue_full")

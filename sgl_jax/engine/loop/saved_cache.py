@@ -125,7 +125,6 @@ class CacheSaver:
         scheduler: Scheduler,
         transfers: OffloadTransfers,
     ) -> None:
-        """Create the saver; `fingerprint` returns the fingerprint of the served weights."""
         assert args.restore_cache is not None, "else nothing is saved"
         self._folder = SavedCacheFolder(Path(args.restore_cache))
         self._fingerprint = fingerprint

@@ -40,7 +40,6 @@ class StepLog:
             self._write_line(scheduler)
 
     def _warn(self, num_nonfinite: int) -> None:
-        """Log the number of requests that ended by NaN or infinity, at intervals."""
         now_s = time.monotonic()
         if now_s - self._warned_at < _WARNING_INTERVAL_S:
             return

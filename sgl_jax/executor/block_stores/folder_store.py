@@ -176,7 +176,6 @@ class _Count:
 
 
 def _lock(file: int) -> bool:
-    """Lock an open file until it is closed; return False after a time-out."""
     end_s = time.monotonic() + _LOCK_LIMIT_S
     while True:
         try:
@@ -196,7 +195,6 @@ def _mtime_ns(path: Path) -> int | None:
 
 
 def _remove(path: Path) -> int:
-    """Remove a file; return its size in bytes, 0 if it did not exist."""
     with contextlib.suppress(FileNotFoundError):
         size = path.stat().st_size
         path.unlink()

@@ -30,7 +30,6 @@ class MooncakeStore:
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        """Connect. Raises ValueError for an unknown setting, RuntimeError if it fails."""
         unknown = sorted(set(settings) - set(_DEFAULTS))
         if unknown:
             raise ValueError(

@@ -76,7 +76,6 @@ def message_of(call: Call, body: StrictModel, owner: SessionOwner) -> tuple[Any,
 
 
 def _fields(call: Call) -> list[tuple[str, Any, Any]]:
-    """Return name, annotation and default of each field that a client may send."""
     hints = typing.get_type_hints(call.message, include_extras=True)
     fields = msgspec.structs.fields(call.message)
     set_here = ("rid", "tenant")

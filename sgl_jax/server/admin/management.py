@@ -273,7 +273,6 @@ def _aggregate(loads: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _state_of(rank: Mapping[str, Any], counters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an entry of `internal_states` in `/server_info`, as benches and routers read it."""
     return {
         "dp_rank": rank["dp_rank"],
         "last_gen_throughput": counters.get("gen_throughput", 0.0),

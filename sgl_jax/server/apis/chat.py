@@ -160,7 +160,6 @@ class ChatFormat(OpenAIFormat):
 
 
 def _delta(part: AnswerPart, gain: str, answer: ChatAnswer) -> AssistantMessage:
-    """Return the gain of a part. The beginning of a call has no arguments yet."""
     match part.kind:
         case "content":
             return AssistantMessage(gain)

@@ -95,7 +95,6 @@ class ClearToolUses(StrictModel):
         return edited, len(old)
 
     def _without_inputs(self, message: ChatMessage, ids: set[str | None]) -> ChatMessage:
-        """Return the message with inputs of its calls in `ids` cleared, by `clear_tool_inputs`."""
         chosen = self.clear_tool_inputs
         if not (message.tool_calls and chosen):
             return message

@@ -155,7 +155,6 @@ class OpenAIFormat(AnswerFormat):
         return self._type(*self._head, choices, usage_of(streams, self._body.num_choices))
 
     def _pieces(self, index: int, chunk: Chunk, stream: RequestStream) -> Sequence[Any]:
-        """Return one streamed chunk of a choice, in one event or several."""
         return [self._choice(index, chunk, stream)]
 
     @abstractmethod

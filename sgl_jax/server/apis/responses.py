@@ -327,7 +327,6 @@ def _items_of(body: ResponsesBody, request: Request) -> list[Any]:
 
 
 def _begun(body: ResponsesBody, model: str) -> ResponseObject:
-    """Return a response with the body's fields, and defaults for the rest."""
     shown = set(ResponseObject.__struct_fields__) - {"tools"}
     given = body.model_dump(by_alias=True, exclude_none=True, include=shown)
     given["tools"] = [

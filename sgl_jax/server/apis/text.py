@@ -157,7 +157,6 @@ async def tokenizer_info(request: Request) -> Response:
 
 
 async def _strings(refs: References, ids: Sequence[int]) -> list[str]:
-    """Return the text of each token by itself. Bytes other than UTF-8 are replaced."""
     token_bytes, share = refs.frontend.tokenizer.token_bytes, LoopShare()
     strings = []
     for token in ids:

@@ -197,7 +197,6 @@ def _decoded(body: bytearray, state: State) -> Any:
 
 
 def _validated(value: Any, kind: TypeAdapter[T], context: str | None = None) -> T:
-    """Validate `value` as a `kind`; `context` is None or `STRICT`. Raises `ApiError` 400."""
     try:
         return kind.validate_python(value, context=context)
     except ValidationError as error:

@@ -142,7 +142,6 @@ class GuardedHttpProtocol(HttpToolsProtocol):
 
     @property
     def _is_answering(self) -> bool:
-        """Return whether an answer is due to a request that has arrived, or has begun."""
         cycle = self.cycle
         if cycle is None or cycle.response_complete:
             return False

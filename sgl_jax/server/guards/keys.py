@@ -185,7 +185,6 @@ def _read_line(words: Sequence[str], default_name: str) -> tuple[str, Tenant]:
 
 
 def _number(field: str, text: str) -> float:
-    """Return the value of an option; an integer unless it is a weight."""
     try:
         value = float(text)
     except ValueError:

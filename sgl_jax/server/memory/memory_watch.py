@@ -85,7 +85,6 @@ class MemoryWatch:
                 self._reading = None
 
     async def _read_on(self) -> None:
-        """Read until the engine or the server ends. Cancelled when the last viewer leaves."""
         try:
             await self._read_until_end()
         except Exception:
