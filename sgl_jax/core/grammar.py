@@ -16,6 +16,8 @@ _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separa
 _FREE_STYLE = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n]?"}
 _OPTIONS = "x-guidance"  # key of llguidance's options in a schema
 _OPEN = "open_objects"  # an option of this project, not of llguidance
+# Rule of an `ebnf` with a JSON schema that the client sent in another field.
+JSON_RULE = "response_json"
 # Text of a special token -> its id.
 SpecialIds = Mapping[str, int]
 
@@ -86,12 +88,8 @@ class Grammar(NamedTuple):
     `reasoning` is a start mark and an end mark. The output may then begin with reasoning: the start
     mark, free text, the end mark, whitespace. If the start mark is "", the output must begin with
     free text up to the end mark.
-
-    `json_part` is a JSON schema inside an `ebnf` that the client sent in a separate field: if
-    neither the grammar nor the schema compiles, that field is reported as invalid.
     """
 
     kind: GrammarKind
     text: str
     reasoning: tuple[str, str] | None = None
-    json_part: str | None = None

@@ -99,7 +99,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             end-of-sequence token, also with `ignore_eos`.
         reasoning: marks of the reasoning that may precede the constrained text
             (`Grammar.reasoning`).
-        json_part: a schema inside the grammar (`Grammar.json_part`).
     """
 
     max_new_tokens: int | None = None
@@ -123,7 +122,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ebnf: str | None = None
     structural_tag: str | None = None
     reasoning: tuple[str, str] | None = None
-    json_part: str | None = None
 
     @property
     def grammar(self) -> Grammar | None:
@@ -131,7 +129,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for kind in GRAMMAR_KINDS:
             text = getattr(self, kind)
             if text is not None:
-                return Grammar(kind, text, self.reasoning, self.json_part)
+                return Grammar(kind, text, self.reasoning)
         return None
 
     def checked(self, vocab_size: int) -> "SamplingParams":

@@ -35,6 +35,8 @@ _FREE_TEXT = r"(.|\n)*"
 Prepare = Callable[[Mapping[str, Any]], dict[str, Any]]
 # Occurs only in Lark grammars. Rules may begin with ? or !.
 _LARK = re.compile(r"^\s*(%llguidance\b|[?!]?start\s*:)", re.MULTILINE)
+# In llguidance's message, the line at fault has a caret below it.
+_FAULT_OF_JSON = re.compile(rf"\n +\d+ \| {JSON_RULE}: .*\n +\^")
 # Schemas of MAX_GRAMMAR_CHARS compile within about 0.3 s. If a grammar is so ambiguous that a token
 # takes more than about 0.05 s, its request ends; a token of a schema takes microseconds.
 _LIMITS = LLParserLimits(max_items_in_row=500, step_max_items=2_000)
@@ -133,14 +135,6 @@ class GrammarCompiler:
         Most of it runs without the interpreter lock. Raises `InvalidRequestError` if the grammar is
         malformed or too expensive.
         """
-        try:
-            return self._compile(grammar)
-        except InvalidRequestError:
-            if grammar.json_part is not None:
-                self._compile(Grammar("json_schema", grammar.json_part))
-            raise
-
-    def _compile(self, grammar: Grammar) -> LLMatcher:
         if self._tokenizer is None:
             raise InvalidRequestError(f"{grammar.kind}: {self._problem}", grammar.kind)
         try:
@@ -204,6 +198,8 @@ def _after_reasoning(grammar: str, opening: str, closing: str) -> str:
 def _refusal(kind: GrammarKind, reason: str) -> InvalidRequestError:
     # llguidance's stack does not help a client.
     lines = re.split(r"\n<state>|\nbacktrace", reason)[0].strip()
+    if _FAULT_OF_JSON.search(lines):
+        kind, lines = "json_schema", re.split(r"^at [^:]*: |\n +\d+ \| ", lines)[1]
     return InvalidRequestError(f"{kind}: {lines}", kind)
 
 

@@ -1,4 +1,4 @@
-"""The channel's end on every host except host 0 (`hosts.channel`). Must not import jax."""
+"""The channel's end on every host except host 0 (`multihost.channel`). Must not import jax."""
 
 import queue
 import threading

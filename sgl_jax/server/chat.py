@@ -124,10 +124,7 @@ def _call_grammar(refs: References, chat: ChatRequest) -> dict[str, str | None]:
         is_single = not chat.parallel_tool_calls or isinstance(chat.tool_choice, NamedTool)
         or_json = None if chat.must_call else text_schema
         calls = grammar.calls(schemas, special, is_single=is_single, or_json=or_json)
-        if text_schema is None:
-            return {"ebnf": calls}
-        json_part = msgspec.json.encode(chat.json_format).decode()
-        return {"ebnf": calls, "json_schema": None, "json_part": json_part}
+        return {"ebnf": calls} if text_schema is None else {"ebnf": calls, "json_schema": None}
     except ValueError as error:
         if not chat.holds_calls:
             return {}

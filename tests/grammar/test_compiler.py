@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.grammar import Grammar, opened
+from sgl_jax.core.grammar import JSON_RULE, Grammar, opened
 from sgl_jax.core.step_plan import mask_words
 from sgl_jax.grammar.compiler import GrammarCompiler, RowGrammar
 from sgl_jax.text.tokenizer import Tokenizer
@@ -325,6 +325,15 @@ def test_what_is_no_grammar_is_refused_with_its_place(
     with pytest.raises(InvalidRequestError, match=re.escape(words)) as refusal:
         compiler.compile(Grammar(kind, text))
     assert refusal.value.param == kind
+
+
+def test_a_fault_in_the_schema_of_the_answer_names_its_field(compiler: GrammarCompiler) -> None:
+    wrong, right = '%json {"type": 1}', '%json {"type": "object"}'
+    for answer, arguments, field in ((wrong, right, "json_schema"), (right, wrong, "ebnf")):
+        text = f'start: "f" arguments | {JSON_RULE}\n{JSON_RULE}: {answer}\narguments: {arguments}'
+        with pytest.raises(InvalidRequestError, match="^[a-z_]+: .*type must be") as refusal:
+            compiler.compile(Grammar("ebnf", text))
+        assert refusal.value.param == field
 
 
 @pytest.mark.long

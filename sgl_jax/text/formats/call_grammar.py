@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import NamedTuple
 
-from sgl_jax.core.grammar import MAX_GRAMMAR_CHARS, SpecialIds
+from sgl_jax.core.grammar import JSON_RULE, MAX_GRAMMAR_CHARS, SpecialIds
 from sgl_jax.text.formats.call_form import ArgumentForm, CallForm, Schema, ToolFormat, Tools
 from sgl_jax.text.formats.lark import free_text, literal, of_json
 
@@ -33,8 +33,8 @@ class CallGrammar(NamedTuple):
         lines = [f"start: {text} calls", *self._calls("calls", forms, tools, special)]
         if or_json is not None:
             last = "" if messages is None else literal(messages.last, special)
-            lines[0] = f"start: {text} (calls | {last} json)"
-            lines.append(f"json: {of_json(or_json)}")
+            lines[0] = f"start: {text} (calls | {last} {JSON_RULE})"
+            lines.append(f"{JSON_RULE}: {of_json(or_json)}")
         return _joined(lines, self._messages(special), self._arguments(tools, special))
 
     def calls_amid_content(self, tools: Tools, special: SpecialIds) -> str:
