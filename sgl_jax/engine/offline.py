@@ -339,10 +339,12 @@ class Engine:
             requests.append(checks.prepare(ids, one, default_max_new_tokens=128, **own))
         streams: list[RequestStream] = []
         try:
-            self._frontend.check_room(len(requests))
             for i, request in enumerate(requests):
-                ready = partial(on_ready, i)
-                streams.append(self._frontend.submit(request, ready, streaming=streaming))
+                ready, rest = partial(on_ready, i), len(requests) - i
+                stream = self._frontend.submit(
+                    request, ready, streaming=streaming, num_together=rest
+                )
+                streams.append(stream)
         except QueueFullError as error:
             self._abandon(streams)
             raise GenerationError(str(error)) from error

@@ -93,7 +93,6 @@ class StreamGroup:
         return {} if clamped is None else {CLAMPED_HEADER: str(clamped)}
 
     async def __aenter__(self) -> Self:
-        self._frontend.check_room(len(self._requests), self._requests[0].tenant)  # all or none
         share = LoopShare()
         try:
             for index, request in enumerate(self._requests):
@@ -104,6 +103,7 @@ class StreamGroup:
                     streaming=self.is_streaming,
                     sender=self._sender,
                     kept_tokens=self._kept_tokens,
+                    num_together=len(self._requests) - index,
                 )
                 self.streams.append(stream)
                 await share.pause()

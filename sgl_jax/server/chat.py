@@ -51,8 +51,8 @@ async def answer_chat(
 
     Errors name fields by `names`, which maps engine fields to the client's fields.
     """
-    refs, parser = references_of(request), references_of(request).answer_parser
-    check_chat(refs, chat)
+    refs = check_chat(request, chat)
+    parser = refs.answer_parser
     grammar = _call_grammar(refs, chat)
     if grammar:
         names = {**names, "ebnf": "tools"}
@@ -82,12 +82,12 @@ async def answer_chat(
     return await respond(group, answer_format)
 
 
-def check_chat(refs: References, chat: ChatRequest) -> None:
-    """Raise `InvalidRequestError` or `ApiError` if this server cannot take `chat` now."""
-    refs.check_open()
-    refs.check_model(chat.model)
+def check_chat(request: Request, chat: ChatRequest) -> References:
+    """Raise unless this server can take `chat` now (see `admit`), with its tools."""
+    admit(request, chat, chat.num_choices)
+    refs = references_of(request)
     if not chat.shown_tools:
-        return
+        return refs
     if not refs.answer_parser.reads_calls:
         raise InvalidRequestError(
             "tools: how this model writes calls is not known; start the server with "
@@ -100,6 +100,7 @@ def check_chat(refs: References, chat: ChatRequest) -> None:
             "with another --chat-template",
             "tools",
         )
+    return refs
 
 
 def _call_grammar(refs: References, chat: ChatRequest) -> dict[str, str | None]:

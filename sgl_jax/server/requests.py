@@ -28,6 +28,20 @@ _SHORT_CHARS = 2048  # total of a request, tokenized within a millisecond
 _JOB_CHARS = 65_536  # maximum size of a job for the workers
 
 
+def admit(request: Request, body: RequestFields, num_requests: int) -> None:
+    """Raise unless the server takes `num_requests` requests of `body` now. Call it before any work.
+
+    Raises:
+        InvalidRequestError: there are too many of them to be ever accepted together.
+        QueueFullError, TenantQueueFullError: the engine has no room for so many requests.
+        ApiError: the server takes no work, or has another model.
+    """
+    refs = references_of(request)
+    refs.check_open()
+    refs.check_model(body.model)
+    refs.frontend.check_room(num_requests, tenant_of(request, body.user))
+
+
 async def prompt_requests(
     request: Request,
     body: RequestFields,
@@ -40,6 +54,8 @@ async def prompt_requests(
 ) -> list[GenerateRequest]:
     """Return the engine's requests for all choices of all `prompts`, one prompt after another.
 
+    `admit` comes first.
+
     Args:
         samplings: for each prompt, the parameters of each choice.
         names: engine field -> the client's name of it, for errors.
@@ -48,19 +64,14 @@ async def prompt_requests(
 
     Raises:
         InvalidRequestError: a request cannot be served.
-        QueueFullError, TenantQueueFullError: the engine has no room for so many requests.
-        ApiError: the server takes no work or has another model, encoding took too long, or the
-            client went away.
+        ApiError: encoding took too long, or the client went away.
     """
     refs, tenant, share = references_of(request), tenant_of(request, body.user), LoopShare()
-    refs.check_open()
-    refs.check_model(body.model)
     checks, requests = refs.frontend.checks, list[GenerateRequest]()
     owner = owner_of(request, tenant)
     shared |= {"session": owner.own(turn), "tenant": tenant}
     options = body.options_of(len(prompts))
     with client_names(names):
-        refs.frontend.check_room(len(prompts), tenant)
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         for text in texts:
             checks.check_text(text)
@@ -92,7 +103,7 @@ def _in_namespace(request: GenerateRequest, owner: SessionOwner) -> GenerateRequ
 async def encode_texts(
     request: Request, texts: Sequence[str], *, add_special_tokens: bool = True
 ) -> list[Ids]:
-    """Return the token ids of each text, even if the engine has no room for them.
+    """Return the token ids of each text.
 
     Raises:
         InvalidRequestError: a text is too long for any prompt, or there is no tokenizer.
@@ -126,14 +137,12 @@ def pieces_of(texts: Sequence[str]) -> Iterator[list[str]]:
 
 
 async def encode_chat(request: Request, chat: ChatRequest) -> list[int]:
-    """Return the token ids of the conversation. Raises `InvalidRequestError` if it is too long,
-    `QueueFullError` or `TenantQueueFullError` if the engine has no room, and `ApiError` if encoding
-    takes too long or the client goes away."""
+    """Return the token ids of the conversation. Raises `InvalidRequestError` if it is too long, and
+    `ApiError` if encoding takes too long or the client goes away."""
     refs = references_of(request)
     tools = [tool.model_dump(exclude_none=True) for tool in chat.shown_tools]
     written_tools = msgspec.json.encode(tools or None)
     num_chars = sum(message.num_chars for message in chat.messages) + len(written_tools)
-    refs.frontend.check_room(1, tenant_of(request, chat.user))
     refs.frontend.checks.check_length(num_chars)
     job = EncodeChat(
         msgspec.json.encode([message.for_template() for message in chat.messages]),

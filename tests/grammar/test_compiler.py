@@ -331,7 +331,7 @@ def test_a_fault_in_the_schema_of_the_answer_names_its_field(compiler: GrammarCo
     wrong, right = '%json {"type": 1}', '%json {"type": "object"}'
     for answer, arguments, field in ((wrong, right, "json_schema"), (right, wrong, "ebnf")):
         text = f'start: "f" arguments | {JSON_RULE}\n{JSON_RULE}: {answer}\narguments: {arguments}'
-        with pytest.raises(InvalidRequestError, match="^[a-z_]+: .*type must be") as refusal:
+        with pytest.raises(InvalidRequestError, match=r"^[a-z_]+: .*type must be") as refusal:
             compiler.compile(Grammar("ebnf", text))
         assert refusal.value.param == field
 

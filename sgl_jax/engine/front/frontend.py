@@ -152,6 +152,7 @@ class Frontend:
         streaming: bool = True,
         sender: str = "",
         kept_tokens: Set[int] = frozenset(),
+        num_together: int = 1,
     ) -> RequestStream:
         """Send a prepared request.
 
@@ -163,6 +164,8 @@ class Frontend:
             streaming: if False, `on_ready` is called only at the end.
             sender: the caller that may `abort` the request by its client rid.
             kept_tokens: special tokens that stay in the text even if special tokens are skipped.
+            num_together: this request and the following requests of the tenant that are useless
+                without it: the queue must have room for all.
 
         Raises:
             EngineDeadError, ShuttingDownError: the engine has ended, with the error passed to
@@ -185,7 +188,7 @@ class Frontend:
         with self._lock:
             self.check_alive()
             if not unique.is_probe:
-                self.check_room(1, unique.tenant)
+                self.check_room(num_together, unique.tenant)
                 self._pending[unique.rid] = holder_of(unique.tenant)
                 self._shares.add(self._pending[unique.rid], 1)
             self._streams[unique.rid] = stream

@@ -33,7 +33,7 @@ from sgl_jax.server.fields import (
 from sgl_jax.server.guards.bodies import JsonRoute
 from sgl_jax.server.guards.connection import LoopShare
 from sgl_jax.server.references import References, references_of
-from sgl_jax.server.requests import prompt_requests
+from sgl_jax.server.requests import admit, prompt_requests
 from sgl_jax.text.tokenizer import Tokenizer
 
 _DEFAULT_COMPLETION_TOKENS = 16  # same as OpenAI's legacy API
@@ -105,6 +105,7 @@ class Completion(AnswerHead, frozen=True):
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continue one or several prompts."""
     refs, prompts = references_of(request), body.prompts
+    admit(request, body, len(prompts) * body.num_choices)
     names = field_names(body, "max_tokens", "prompt")
     requests = await prompt_requests(
         request,

@@ -275,7 +275,7 @@ async def create_message(body: MessagesBody, request: Request) -> Response:
     refs, chat = references_of(request), body.chat()
     applied = None
     if body.context_management is not None:
-        check_chat(refs, chat)
+        check_chat(request, chat)
         with client_names(_NAMES):
             chat, applied = await _edited(request, chat, body.context_management)
     return await answer_chat(request, chat, MessagesFormat(refs, chat, applied), _NAMES)
@@ -284,8 +284,8 @@ async def create_message(body: MessagesBody, request: Request) -> Response:
 @router.post("/count_tokens", responses=answers(CountedTokens, MessagesError))
 async def count_tokens(body: CountTokensBody, request: Request) -> Response:
     """Count the tokens of a message's prompt."""
-    refs, chat = references_of(request), body.chat()
-    check_chat(refs, chat)
+    chat = body.chat()
+    check_chat(request, chat)
     with client_names(_NAMES):
         if body.context_management is None:
             return json_response(CountedTokens(len(await encode_chat(request, chat))))

@@ -32,7 +32,7 @@ from sgl_jax.server.fields import (
 from sgl_jax.server.guards.bodies import JsonRoute
 from sgl_jax.server.guards.keys import caller_of
 from sgl_jax.server.references import References, references_of
-from sgl_jax.server.requests import prompt_requests
+from sgl_jax.server.requests import admit, prompt_requests
 from sgl_jax.text.tokenizer import Tokenizer
 
 NativeLogprob = tuple[float | None, int, str | None]  # log-probability, token id, text
@@ -188,6 +188,7 @@ router = APIRouter(tags=["native"], route_class=JsonRoute)
 async def generate(body: GenerateBody, request: Request) -> Response:
     """Continue one or several prompts. The answer to a list is a list."""
     prompts = body.prompts
+    admit(request, body, len(prompts) * body.num_choices)
     names = _SAMPLING_NAMES | {"text": body.prompt_field, "input_ids": body.prompt_field}
     requests = await prompt_requests(
         request,

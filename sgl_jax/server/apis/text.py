@@ -20,7 +20,7 @@ from sgl_jax.server.fields import ForEach, Items, RequestFields, StrictModel, To
 from sgl_jax.server.guards.bodies import JsonRoute
 from sgl_jax.server.guards.connection import LoopShare, unless_gone
 from sgl_jax.server.references import References, references_of
-from sgl_jax.server.requests import encode_chat, encode_texts, prompt_requests
+from sgl_jax.server.requests import admit, encode_chat, encode_texts, prompt_requests
 
 router = APIRouter(tags=["text"], route_class=JsonRoute)
 _CHAT_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
@@ -219,6 +219,7 @@ _ONE_TOKEN = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
 async def score(body: ScoreBody, request: Request) -> Response:
     """Return the probabilities of `label_token_ids` right after each item."""
     prompts = body.prompts
+    admit(request, body, len(prompts))
     names = dict.fromkeys(("text", "input_ids"), "items") | {"token_ids_logprob": "label_token_ids"}
     requests = await prompt_requests(
         request,
