@@ -20,13 +20,20 @@ _ACCELERATOR_MIN_TOKENS = 8
 _PROMPT_LOGPROB_TOKENS = 128
 
 
-class StepLimits(NamedTuple):
-    """The limits of one rank in one step."""
+class Bucket(NamedTuple):
+    """The padded shape of one rank's share of a step."""
+
+    rows: int
+    tokens: int
+
+
+class Buckets(NamedTuple):
+    """The limits of one rank in one step, and the shapes up to them, with one program each."""
 
     rows: int
     chunk_tokens: int  # prompt tokens
-    prompt_logprob_tokens: int  # prompt tokens with log-probabilities reported
-    draft_tokens: int = 0  # per row
+    draft_tokens: int  # per row
+    all: tuple[Bucket, ...]  # smallest first
 
     @property
     def decode_tokens(self) -> int:
@@ -38,37 +45,28 @@ class StepLimits(NamedTuple):
         """Return the total query tokens: decode rows do not reduce the prompts' share."""
         return self.chunk_tokens + self.decode_tokens
 
-
-class Bucket(NamedTuple):
-    """The padded shape of one rank's share of a step."""
-
-    rows: int
-    tokens: int
-
-
-class Buckets(NamedTuple):
-    """All shapes of an engine, smallest first, with one program each."""
-
-    all: tuple[Bucket, ...]
+    @property
+    def prompt_logprob_tokens(self) -> int:
+        """Return the maximum prompt tokens with log-probabilities reported."""
+        return min(_PROMPT_LOGPROB_TOKENS, self.chunk_tokens)
 
     def for_any_rows(self) -> tuple[int, ...]:
         """Return the token sizes of shapes with as many rows as tokens, or the maximum rows."""
-        most = self.all[-1].rows
-        return tuple(own.tokens for own in self.all if own.rows == min(own.tokens, most))
+        return tuple(own.tokens for own in self.all if own.rows == min(own.tokens, self.rows))
 
     def smallest(self, tokens: int, rows: int) -> Bucket:
         return next(own for own in self.all if own.tokens >= tokens and own.rows >= rows)
 
 
-def step_limits(args: ServerArgs) -> StepLimits:
-    """Return one rank's limits of a step, from resolved arguments."""
-    rows, chunk = -(-args.max_running_requests // args.dp_size), args.chunked_prefill_size
-    return StepLimits(rows, chunk, min(_PROMPT_LOGPROB_TOKENS, chunk), args.num_draft_tokens)
-
-
-def choose_buckets(limits: StepLimits, platform: str) -> Buckets:
-    """Return shapes up to `limits`. There are exact shapes for `limits`, for a full decode batch
-    (with and without drafts), and for a full chunk."""
+def choose_buckets(args: ServerArgs, platform: str) -> Buckets:
+    """Return the shapes for resolved arguments. There are exact shapes for all limits, for a full
+    decode batch (with and without drafts), and for a full chunk."""
+    limits = Buckets(
+        rows=-(-args.max_running_requests // args.dp_size),
+        chunk_tokens=args.chunked_prefill_size,
+        draft_tokens=args.num_draft_tokens,
+        all=(),
+    )
     size = _ACCELERATOR_MIN_TOKENS
     shapes = []
     if platform == "cpu":
@@ -85,4 +83,5 @@ def choose_buckets(limits: StepLimits, platform: str) -> Buckets:
     for most in (limits.rows, limits.decode_tokens, limits.chunk_tokens, limits.tokens):
         shapes.append(Bucket(most, most))
     capped = {Bucket(min(shape.rows, limits.rows), shape.tokens) for shape in shapes}
-    return Buckets(tuple(sorted(capped, key=lambda shape: (shape.tokens, shape.rows))))
+    in_order = sorted(capped, key=lambda shape: (shape.tokens, shape.rows))
+    return limits._replace(all=tuple(in_order))

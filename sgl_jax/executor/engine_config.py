@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from sgl_jax.core.engine_sizes import CacheGroup, EngineSizes
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.settings import flag
-from sgl_jax.executor.buckets import Buckets, StepLimits, choose_buckets, step_limits
+from sgl_jax.executor.buckets import Buckets, choose_buckets
 from sgl_jax.executor.device_defaults import resolve_for_device
 from sgl_jax.executor.pool_size import KVPools, StateSizes
 from sgl_jax.executor.state_slots import RowStates
@@ -53,7 +53,6 @@ class EngineConfig(NamedTuple):
     groups: tuple[CacheGroup, ...]  # cache groups of the model's layers
     pool_layouts: tuple[KVPoolLayout, ...]  # one for each pool of pages of `groups`
     state_layout: StatePoolLayout | None  # pool of recurrent states, after the pools of pages
-    limits: StepLimits
     buckets: Buckets
     placement: ExpertPlacement | None  # expert placement; None: in order
 
@@ -80,13 +79,10 @@ class EngineConfig(NamedTuple):
         pool_layouts = tuple(
             _pool_layout(args, model, num_layers[pool]) for pool in range(len(num_layers))
         )
-        limits = step_limits(args)
-        buckets = choose_buckets(limits, platform)
+        buckets = choose_buckets(args, platform)
         states = _state_layout(args, model, groups)
         placement = placement_for(args, model)
-        config = cls(
-            args, platform, model, groups, pool_layouts, states, limits, buckets, placement
-        )
+        config = cls(args, platform, model, groups, pool_layouts, states, buckets, placement)
         if args.attention_backend == "pallas":
             check_pages(args.page_size, config.pages_per_row, pool_layouts[0].dtype)
             if model.recurrence is not None:
@@ -163,13 +159,13 @@ class EngineConfig(NamedTuple):
         most six arrays of the block's logits: modified, with noise, probabilities, and twice the
         token counts of prompts and outputs.
         """
-        num_drawn = self.limits.decode_tokens
+        num_drawn = self.buckets.decode_tokens
         return 4 * self.model.vocab_size * (num_drawn + 6 * min(num_drawn, BLOCK_ROWS))
 
     @property
     def pools(self) -> KVPools:
         """Return the pools of a rank, without their numbers of pages."""
-        sizes = self._sizes(self.limits.rows, ())
+        sizes = self._sizes(self.buckets.rows, ())
         in_pools = [
             [group for group in self.groups if group.pool == pool]
             for pool in range(len(self.pool_layouts))
@@ -182,7 +178,7 @@ class EngineConfig(NamedTuple):
             num_tables=tuple(map(len, in_pools)),
             resting_pages=(0, *resting),
             step_pages=(0, *(chunk_pages * len(groups) for groups in in_pools[1:])),
-            num_rows=self.limits.rows,
+            num_rows=self.buckets.rows,
             window_tokens_ratio=self.args.swa_full_tokens_ratio,
             states=self._state_sizes,
         )
@@ -193,7 +189,7 @@ class EngineConfig(NamedTuple):
             return None
         return StateSizes(
             self.state_layout.slot_bytes,
-            row_slots=2 * (1 + self.limits.draft_tokens),
+            row_slots=2 * (1 + self.buckets.draft_tokens),
             max_snapshots=self.args.max_recurrent_snapshots,
             is_given=self.args.max_total_tokens is not None,
         )
@@ -224,13 +220,13 @@ class EngineConfig(NamedTuple):
 
     def sizes(self, pool_pages: tuple[int, ...]) -> EngineSizes:
         """Return the scheduler's limits, with pools of `pool_pages` on each rank."""
-        num_rows = self.limits.rows
+        num_rows = self.buckets.rows
         if len(pool_pages) > 1:
             num_rows = max(self.pools.rows_within([num - 1 for num in pool_pages]), 1)
         return self._sizes(num_rows, pool_pages)
 
     def _sizes(self, num_rows: int, pool_pages: tuple[int, ...]) -> EngineSizes:
-        limits = self.limits
+        limits = self.buckets
         num_absent = (limits.rows - num_rows) * (1 + limits.draft_tokens)
         return EngineSizes(
             dp_size=self.args.dp_size,
@@ -319,8 +315,8 @@ class EngineConfig(NamedTuple):
         than an interval). The prompt chunk may cross several, and adds an end and a branch."""
         if self.state_layout is None:
             return 0
-        of_rows = num_rows * (2 if self.limits.draft_tokens else 1)
-        return of_rows + self.limits.chunk_tokens // self.snapshot_interval + 2
+        of_rows = num_rows * (2 if self.buckets.draft_tokens else 1)
+        return of_rows + self.buckets.chunk_tokens // self.snapshot_interval + 2
 
     def state_shapes(self, pool_pages: tuple[int, ...], mesh: Mesh) -> tuple[StepState, jax.Array]:
         """Return the engine's state and row parameters as sharded `jax.ShapeDtypeStruct`s."""

@@ -39,7 +39,7 @@ def advise(plan: Estimate) -> list[str]:
             f"collectives take {share:.0%} of a decode step: less --tp-size, more --dp-size"
         )
     rows = plan.decode.rows
-    wanted = EngineConfig.resolve(args, config, "tpu").limits.rows
+    wanted = EngineConfig.resolve(args, config, "tpu").buckets.rows
     if plan.concurrency < wanted:
         found.append(
             f"memory holds {plan.concurrency} requests of this load on a rank, {wanted} may run: "

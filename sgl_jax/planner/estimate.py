@@ -105,11 +105,10 @@ def make_estimate(request: PlanRequest) -> Estimate:
     mesh = topology_mesh(request.topology, request.args.dp_size, request.args.tp_size)
     pool_pages = tuple(num + 1 for num in memory.pool_pages)
     engine = engine_programs(request.args, request.config, mesh, pool_pages)
-    limits = engine.config.limits
-    concurrency = min(limits.rows, memory.num_requests)
-    chunk = limits.chunk_tokens
     buckets = engine.config.buckets
-    decode_bucket = buckets.smallest(concurrency * (1 + limits.draft_tokens), concurrency)
+    concurrency = min(buckets.rows, memory.num_requests)
+    chunk = buckets.chunk_tokens
+    decode_bucket = buckets.smallest(concurrency * (1 + buckets.draft_tokens), concurrency)
     prefill_bucket = buckets.smallest(chunk, 1)
     device = device_bytes(engine, memory, request)
 

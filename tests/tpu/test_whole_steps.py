@@ -125,7 +125,7 @@ def _compile(model, topology_name, dp, tp, step, layers=None, **settings):
     engine = engine_programs(args, request.config, mesh, pool_pages)
     buckets = engine.config.buckets
     bucket = {
-        "decode": buckets.smallest(engine.config.limits.decode_tokens, ROWS),
+        "decode": buckets.smallest(buckets.decode_tokens, ROWS),
         "mixed": buckets.all[-1],
     }[step]
     return engine, engine.programs.compile_step(bucket), bucket

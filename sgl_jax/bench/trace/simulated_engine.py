@@ -12,7 +12,7 @@ from sgl_jax.bench.trace.step_time import LinearStepTime, StepSeconds
 from sgl_jax.core.command_line import add_arguments
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.executor.buckets import step_limits
+from sgl_jax.executor.buckets import choose_buckets
 from sgl_jax.executor.device_defaults import resolve_for_device
 from sgl_jax.mem_cache.errors import MemoryDefectError
 
@@ -136,7 +136,7 @@ def simulated_engine(
             f"dp {args.dp_size} x tp {args.tp_size}"
         )
         return SimulatedEngine(sizes, planned.seconds, about, planned.page_bytes)
-    limits = step_limits(resolve_for_device(args, "tpu"))
+    limits = choose_buckets(resolve_for_device(args, "tpu"), "tpu")
     num_tokens = args.max_total_tokens or _DEFAULT_TOTAL_TOKENS
     sizes = EngineSizes(
         dp_size=args.dp_size,
