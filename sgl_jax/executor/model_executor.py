@@ -261,7 +261,7 @@ class ModelExecutor(Executor):
                 self._write(piece)
         if self._cpu_blocks is not None and plan.saved:
             self._cpu_blocks.copy(self._state, plan.saved)
-        tokens = max(rank.num_tokens for rank in plan.ranks)
+        tokens = max(int(rank.q_lens.sum()) for rank in plan.ranks)
         bucket = self._buckets.smallest(tokens, max(len(rank.rows) for rank in plan.ranks))
         launched = self._run(bucket, plan)
         self._in_flight.append(launched)
@@ -292,7 +292,8 @@ class ModelExecutor(Executor):
         self._in_flight.popleft()
         assert handle.output is not None, "a masked step is drawn before its result is read"
         results = handle.layout.unpack_output(handle.plan.ranks, handle.output)
-        self.profiler.after_step()
+        if self.profiler.steps_left is not None:
+            self.profiler.after_step()
         return results
 
     def transfer(self, transfers: Transfers) -> None:
@@ -406,7 +407,7 @@ class ModelExecutor(Executor):
         nothing may be running.
         """
         check_plan(plan, self.sizes)
-        tokens = max(rank.num_tokens for rank in plan.ranks)
+        tokens = max(int(rank.q_lens.sum()) for rank in plan.ranks)
         bucket = self._buckets.smallest(tokens, max(len(rank.rows) for rank in plan.ranks))
         tables = PageTables(self.sizes)
         tables.apply(plan.page_changes)

@@ -22,7 +22,7 @@ class Profiler:
 
     def __init__(self) -> None:
         self._folder: Path | None = None
-        self._steps_left: int | None = None
+        self.steps_left: int | None = None  # None: until `stop`, or no trace runs
 
     def start(self, folder: Path, num_steps: int | None = None) -> None:
         """Trace into `folder`, which is created, until `stop`, or until `num_steps` have ended.
@@ -41,16 +41,16 @@ class Profiler:
                 with contextlib.suppress(OSError):  # no longer empty
                     path.rmdir()
             raise
-        self._folder, self._steps_left = folder, num_steps
+        self._folder, self.steps_left = folder, num_steps
 
     def after_step(self) -> None:
-        """Count a finished step; the trace ends after the last requested step."""
-        if self._folder is None or self._steps_left is None:
+        """Count a finished step if `steps_left` is not None; the last step ends the trace."""
+        if self.steps_left is None:
             return
-        self._steps_left -= 1
-        if self._steps_left > 0:
+        self.steps_left -= 1
+        if self.steps_left > 0:
             return
-        self._steps_left = None
+        self.steps_left = None
         try:
             logger.info("the trace is in %s", self.stop())
         except OSError as error:
@@ -63,7 +63,7 @@ class Profiler:
             raise RuntimeError("no trace runs")
         _try_to_write(self._folder)
         jax.profiler.stop_trace()
-        folder, self._folder, self._steps_left = self._folder, None, None
+        folder, self._folder, self.steps_left = self._folder, None, None
         return folder
 
 

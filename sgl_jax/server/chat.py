@@ -181,15 +181,20 @@ class ChatAnswer:
 
         Each part is complete before the next begins. Consume each item before requesting the next.
         """
+        gain = ""  # of the last part
         for event in self._reader.feed(chunk.text, is_last=chunk.finish is not None):
             kind = _KINDS[type(event)]
+            last = self.parts[-1] if self.parts else None
+            begins = isinstance(event, CallBegun) or last is None or last.kind != kind
+            if begins and last is not None and gain:
+                yield last, gain
+                gain = ""
             if kind == "call":
                 self._num_calls += isinstance(event, CallBegun)
                 if self._num_calls > 1 and not self._is_parallel:
                     continue
                 self._is_amid_call = not isinstance(event, CallEnded)
-            last = self.parts[-1] if self.parts else None
-            if isinstance(event, CallBegun) or last is None or last.kind != kind:
+            if begins:
                 self.parts.append(AnswerPart(len(self.parts), kind))
                 if isinstance(event, CallBegun):
                     self.parts[-1].name = event.name
@@ -197,9 +202,11 @@ class ChatAnswer:
                 if last is not None:
                     yield last, None
                 yield self.parts[-1], ""
-            if isinstance(event, (Content, Reasoning, Arguments)) and event.text:
+            if isinstance(event, (Content, Reasoning, Arguments)):
+                gain += event.text
                 self.parts[-1].text += event.text
-                yield self.parts[-1], event.text
+        if gain:
+            yield self.parts[-1], gain
         if chunk.finish is not None and self.parts:
             yield self.parts[-1], None
 
@@ -211,8 +218,8 @@ class ChatAnswer:
         return "tool_calls" if finish.type == "stop" and has_calls else finish.type
 
 
-# Name and fields of a server-sent event, to be written before the answer grows further.
-NamedEvent = tuple[str, dict[str, Any]]
+# A server-sent event with its name as `type`, to be written before the answer grows further.
+NamedEvent = dict[str, Any]
 
 
 class PartsFormat(AnswerFormat):
@@ -247,8 +254,7 @@ class PartsFormat(AnswerFormat):
             yield from self._changed(part, gain)
 
     def _write(self, event: NamedEvent) -> bytes:
-        name, fields = event
-        return named_event(name, {"type": name, **fields})
+        return named_event(event["type"], event)
 
     @abstractmethod
     def _begun(self, stream: RequestStream) -> Iterator[NamedEvent]: ...

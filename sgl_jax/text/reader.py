@@ -167,7 +167,8 @@ class AnswerReader:
         self._next_event = partial(next, read(self._unread), None)
 
     def feed(self, piece: str, *, is_last: bool = False) -> list[Event]:
-        """Return the events that `piece` makes certain: all remaining events if `is_last`."""
+        """Return the events that `piece` makes certain: all remaining events if `is_last`. Adjacent
+        texts of one kind may be several events."""
         self._unread.held += piece
         self._unread.has_ended = is_last
-        return joined(iter(self._next_event, None))
+        return list(iter(self._next_event, None))

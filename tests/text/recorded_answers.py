@@ -30,6 +30,19 @@ class Answer(NamedTuple):
     prompt_tail: str = ""
 
 
+def joined(events: list[Event]) -> list[Event]:
+    """The events, with adjacent texts of one kind joined."""
+    merged: list[Event] = []
+    for event in events:
+        last = merged[-1] if merged else None
+        texts = (Content, Reasoning, Arguments)
+        if isinstance(event, texts) and isinstance(last, texts) and type(last) is type(event):
+            merged[-1] = last._replace(text=last.text + event.text)
+        else:
+            merged.append(event)
+    return merged
+
+
 def call(name: str, arguments: str, id: str | None = None) -> list[Event]:
     return [CallBegun(name, id), Arguments(arguments), CallEnded()]
 

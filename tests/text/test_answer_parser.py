@@ -17,9 +17,8 @@ from sgl_jax.text.reader import (
     CallEnded,
     Content,
     Event,
-    joined,
 )
-from tests.text.recorded_answers import ANSWERS, PARIS, TOOLS, Answer
+from tests.text.recorded_answers import ANSWERS, PARIS, TOOLS, Answer, joined
 
 PARSERS = [AnswerParser(tool, None) for tool in TOOL_FORMATS]
 PARSERS += [AnswerParser(None, reasoning) for reasoning in REASONING_FORMATS]
@@ -151,7 +150,7 @@ def test_arguments_are_handed_out_as_they_arrive() -> None:
         answer = ANSWERS[name]
         reader = AnswerParser(answer.tool, answer.reasoning).reader(TOOLS, "", has_reasoning=True)
         until = answer.text.index("Par") + 2
-        events = reader.feed(answer.text[:until])
+        events = joined(reader.feed(answer.text[:until]))
         assert isinstance(events[-1], Arguments), name
         assert events[-1].text.endswith("Pa"), name
 
@@ -177,7 +176,7 @@ def test_untyped_values_are_json_where_they_can_be() -> None:
 def test_without_tools_calls_are_content_and_without_reasoning_thoughts_are() -> None:
     answer = ANSWERS["hermes, arguments first"]
     reader = AnswerParser("hermes", "qwen3").reader(None, "", has_reasoning=False)
-    assert reader.feed(answer.text, is_last=True) == [Content(answer.text)]
+    assert joined(reader.feed(answer.text, is_last=True)) == [Content(answer.text)]
 
 
 def test_formats_are_chosen_by_the_template_only_where_it_says_them() -> None:

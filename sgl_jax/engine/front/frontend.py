@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from sgl_jax.core.engine_messages import EngineMessage, OutputBatch, Reply
+from sgl_jax.core.engine_messages import EngineMessage, OutputBatch, Reply, RequestOutput
 from sgl_jax.core.errors import (
     EngineDeadError,
     InvalidRequestError,
@@ -271,14 +271,61 @@ class Frontend:
     # The engine's side
 
     def handle(self, message: EngineMessage) -> None:
-        """Handle an output or a reply of the engine, and ignore other messages."""
-        if isinstance(message, Reply):
-            with self._lock:
-                on_reply = self._on_reply.pop(message.rid, None)
-            if on_reply is not None:
-                on_reply(message)
-        elif isinstance(message, OutputBatch):
-            self._deliver(message)
+        """Handle an output or a reply of the engine, and ignore other messages.
+
+        Runs once per step, so the work per token is kept to a minimum.
+        """
+        if not isinstance(message, OutputBatch):
+            if isinstance(message, Reply):
+                with self._lock:
+                    on_reply = self._on_reply.pop(message.rid, None)
+                if on_reply is not None:
+                    on_reply(message)
+            return
+        now = time.perf_counter()
+        self.num_tokens += len(message.rids) + sum(len(each.token_ids) for each in message.outputs)
+        ready: list[RequestStream] = []
+        num_tokens = 0
+        # Number of streams by the time of their last token; most streams share one time.
+        num_since: Counter[float] = Counter()
+        with self._lock:
+            streams = self._streams
+            if message.starts or message.marks:
+                self._note_stamps(message)
+            for rid, token in zip(message.rids, message.token_ids(), strict=True):
+                stream = streams.get(rid)
+                if stream is None:  # the stream has ended here: overshoot
+                    continue
+                try:
+                    stream.accept_token(token)
+                    num_tokens += 1
+                    if stream.last_token_at is None:
+                        self._note_tokens(stream, 1, now)
+                    else:
+                        num_since[stream.last_token_at] += 1
+                        stream.last_token_at = now
+                    if stream.finish is not None:
+                        self._end(stream, now, stopped_here=True)
+                except Exception as error:  # of any type: other streams continue
+                    self._fail_stream(stream, error, now)
+                if stream.streaming or stream.has_ended:
+                    ready.append(stream)
+            for output in message.outputs:
+                self._note_first_output(output.rid)
+                stream = streams.get(output.rid)
+                if stream is not None:
+                    num_tokens += self._accept(stream, output, now)
+                    if stream.streaming or stream.has_ended:
+                        ready.append(stream)
+        for last_token_at, num_streams in num_since.items():
+            self.metrics.time_per_next_token.observe(now - last_token_at, num_streams)
+        self.metrics.count_generated(num_tokens)
+        for stream in ready:
+            try:
+                stream.on_ready()
+            except Exception as error:
+                with self._lock:
+                    self._fail_stream(stream, error, now)
 
     def fail(
         self, reason: str, kind: type[EngineDeadError | ShuttingDownError] = EngineDeadError
@@ -302,69 +349,29 @@ class Frontend:
         for rid, on_reply in waiting.items():
             on_reply(Reply(rid=rid, ok=False, message=reason))
 
-    def _deliver(self, batch: OutputBatch) -> None:
-        """Feed the streams. Runs once per step, so the work per token is kept to a minimum."""
-        now = time.perf_counter()
-        self.num_tokens += len(batch.rids) + sum(len(each.token_ids) for each in batch.outputs)
-        ready: list[RequestStream] = []
-        num_tokens = 0
-        # Number of streams by the time of their last token; most streams share one time.
-        num_since: Counter[float] = Counter()
-        with self._lock:
-            streams = self._streams
-            for rid, started_at in batch.starts.items():
-                if rid in streams:
-                    streams[rid].started_at = started_at
-                    self.metrics.queue_time.observe(started_at - streams[rid].created_at)
-            for rid, marks in batch.marks.items():
-                if rid in streams:
-                    streams[rid].marks += marks
-            for rid, token in zip(batch.rids, batch.token_ids(), strict=True):
-                stream = streams.get(rid)
-                if stream is None:  # the stream has ended here: overshoot
-                    continue
-                try:
-                    stream.accept_token(token)
-                    num_tokens += 1
-                    if stream.last_token_at is None:
-                        self._note_tokens(stream, 1, now)
-                    else:
-                        num_since[stream.last_token_at] += 1
-                        stream.last_token_at = now
-                    if stream.finish is not None:
-                        self._end(stream, now, stopped_here=True)
-                except Exception as error:  # of any type: other streams continue
-                    self._fail_stream(stream, error, now)
-                if stream.streaming or stream.has_ended:
-                    ready.append(stream)
-            for output in batch.outputs:
-                self._note_first_output(output.rid)
-                stream = streams.get(output.rid)
-                if stream is None:
-                    continue
-                before = stream.num_output_tokens
-                try:
-                    stream.accept(output)
-                    gained = stream.num_output_tokens - before
-                    num_tokens += gained
-                    if gained:
-                        self._note_tokens(stream, gained, now)
-                    if stream.finish is not None:
-                        # The request may also have ended in the engine, past the stop string.
-                        self._end(stream, now, stopped_here=stream.finish is not output.finish)
-                except Exception as error:
-                    self._fail_stream(stream, error, now)
-                if stream.streaming or stream.has_ended:
-                    ready.append(stream)
-        for last_token_at, num_streams in num_since.items():
-            self.metrics.time_per_next_token.observe(now - last_token_at, num_streams)
-        self.metrics.count_generated(num_tokens)
-        for stream in ready:
-            try:
-                stream.on_ready()
-            except Exception as error:
-                with self._lock:
-                    self._fail_stream(stream, error, now)
+    def _note_stamps(self, batch: OutputBatch) -> None:
+        for rid, started_at in batch.starts.items():
+            if rid in self._streams:
+                self._streams[rid].started_at = started_at
+                self.metrics.queue_time.observe(started_at - self._streams[rid].created_at)
+        for rid, marks in batch.marks.items():
+            if rid in self._streams:
+                self._streams[rid].marks += marks
+
+    def _accept(self, stream: RequestStream, output: RequestOutput, now: float) -> int:
+        """Pass a full output to its stream, and return the number of tokens gained."""
+        before = stream.num_output_tokens
+        try:
+            stream.accept(output)
+            gained = stream.num_output_tokens - before
+            if gained:
+                self._note_tokens(stream, gained, now)
+            if stream.finish is not None:
+                # The request may also have ended in the engine, past the stop string.
+                self._end(stream, now, stopped_here=stream.finish is not output.finish)
+        except Exception as error:
+            self._fail_stream(stream, error, now)
+        return stream.num_output_tokens - before
 
     def _fail_stream(self, stream: RequestStream, error: Exception, now: float) -> None:
         """End a request if this process cannot handle its output. The consumer gets `error`."""

@@ -330,24 +330,25 @@ class MessagesFormat(PartsFormat):
         return named_event("error", messages_error(error))
 
     def _begun(self, stream: RequestStream) -> Iterator[NamedEvent]:
-        yield "message_start", {"message": self._message(stream, num_output_tokens=0)}
+        message = self._message(stream, num_output_tokens=0)
+        yield {"type": "message_start", "message": message}
 
     def _changed(self, part: AnswerPart, gain: str | None) -> Iterator[NamedEvent]:
+        at = {"index": part.index}
         if gain is None:
-            yield "content_block_stop", {"index": part.index}
+            yield {"type": "content_block_stop", **at}
         elif not gain:
-            yield "content_block_start", {"index": part.index, "content_block": _block(part)}
+            yield {"type": "content_block_start", **at, "content_block": _block(part)}
         else:
             kind, name = _DELTAS[part.kind]
-            delta = {"type": kind, name: gain}
-            yield "content_block_delta", {"index": part.index, "delta": delta}
+            yield {"type": "content_block_delta", **at, "delta": {"type": kind, name: gain}}
 
     def _ended(self, stream: RequestStream) -> Iterator[NamedEvent]:
         message = self._message(stream, stream.num_output_tokens)
         self._object = msgspec.structs.replace(message, **self._report)
         ending = {"stop_reason": message.stop_reason, "stop_sequence": message.stop_sequence}
-        yield "message_delta", {"delta": ending, "usage": message.usage, **self._report}
-        yield "message_stop", {}
+        yield {"type": "message_delta", "delta": ending, "usage": message.usage, **self._report}
+        yield {"type": "message_stop"}
 
     def _message(self, stream: RequestStream, num_output_tokens: int) -> MessageObject:
         cached, stop_reason, stop_sequence = stream.cached_tokens, None, None

@@ -77,17 +77,16 @@ class ResponsesFormat(PartsFormat):
         self._num_events = 0
 
     def failure(self, error: ApiError) -> bytes:
-        fields = {"code": error.code, "message": str(error.detail), "param": error.param}
-        return self._write(("error", fields))
+        reason = {"code": error.code, "message": str(error.detail), "param": error.param}
+        return self._write({"type": "error", **reason})
 
     def _write(self, event: NamedEvent) -> bytes:
-        name, fields = event
         self._num_events += 1
-        return super()._write((name, {"sequence_number": self._num_events - 1, **fields}))
+        return super()._write({**event, "sequence_number": self._num_events - 1})
 
     def _begun(self, stream: RequestStream) -> Iterator[NamedEvent]:
-        yield "response.created", {"response": self._object}
-        yield "response.in_progress", {"response": self._object}
+        yield {"type": "response.created", "response": self._object}
+        yield {"type": "response.in_progress", "response": self._object}
 
     def _changed(self, part: AnswerPart, gain: str | None) -> Iterator[NamedEvent]:
         prefix, name, fields = _EVENTS[part.kind]
@@ -95,15 +94,15 @@ class ResponsesFormat(PartsFormat):
         item_id = f"{prefix}_{response_id}_{part.index}"
         text_at = {"item_id": item_id, **index, **fields}
         if gain:
-            yield f"response.{name}.delta", {**text_at, "delta": gain}
+            yield {"type": f"response.{name}.delta", **text_at, "delta": gain}
             return
         contents = [] if part.kind == "call" else [_content(part)]
         content_at = {"item_id": item_id, **index, "content_index": 0}
         if gain is not None:
             item = self._item(part, item_id, "in_progress", [])
-            yield "response.output_item.added", {**index, "item": item}
+            yield {"type": "response.output_item.added", **index, "item": item}
             for content in contents:
-                yield "response.content_part.added", {**content_at, "part": content}
+                yield {"type": "response.content_part.added", **content_at, "part": content}
             return
         is_cut_off = part is self._parts[-1] and self._status != "completed"
         status = "incomplete" if is_cut_off else "completed"
@@ -111,10 +110,10 @@ class ResponsesFormat(PartsFormat):
         self._object.output.append(item)
         arguments = {"arguments": part.text, "name": item.get("name")}
         done = {"text": part.text} if contents else arguments
-        yield f"response.{name}.done", {**text_at, **done}
+        yield {"type": f"response.{name}.done", **text_at, **done}
         for content in contents:
-            yield "response.content_part.done", {**content_at, "part": content}
-        yield "response.output_item.done", {**index, "item": item}
+            yield {"type": "response.content_part.done", **content_at, "part": content}
+        yield {"type": "response.output_item.done", **index, "item": item}
 
     @property
     def _status(self) -> str:
@@ -144,7 +143,7 @@ class ResponsesFormat(PartsFormat):
         }
         if response.store:
             self._keep(response, message_of(self._parts))
-        yield f"response.{response.status}", {"response": response}
+        yield {"type": f"response.{response.status}", "response": response}
 
     def _item(
         self, part: AnswerPart, item_id: str, status: str, contents: list[Any]
