@@ -15,7 +15,6 @@ from sgl_jax.core.step_plan import (
     NO_SLOT,
     BoolArray,
     Int32Array,
-    IntpArray,
     RankPlan,
     RowAdmission,
     StatePlan,
@@ -155,23 +154,10 @@ def _page_problem(changes: PageChanges, sizes: EngineSizes) -> str | None:
     pages_per_row = -(-sizes.max_context_len // sizes.page_size)
     num_cells = sizes.dp_size * sizes.num_rows * len(sizes.groups) * pages_per_row
     num_pages = np.array([sizes.pool_pages[group.pool] for group in sizes.groups])  # per group
-    wrong = _first_wrong(cells, pages, num_cells, pages_per_row, num_pages)
-    if wrong < 0:
-        return None
-    if not 0 <= cells[wrong] < num_cells:
+    if cells.min() < 0 or cells.max() >= num_cells:
         return f"page tables of {num_cells} cells are changed at {cells.min()} to {cells.max()}"
-    group = cells[wrong] // pages_per_row % len(num_pages)
-    return f"a row is to list pages outside 0 to {num_pages[group] - 1}"
-
-
-@compiled("(int64[:], int32[:], int64, int64, int64[:])")
-def _first_wrong(
-    cells: IntpArray, pages: Int32Array, num_cells: int, pages_per_row: int, num_pages: IntpArray
-) -> int:
-    """Return the index of the first change with an invalid cell or page, or -1."""
-    assert len(cells) == len(pages)
-    for i in range(len(cells)):
-        group = cells[i] // pages_per_row % len(num_pages)
-        if not (0 <= cells[i] < num_cells and 0 <= pages[i] < num_pages[group]):
-            return i
-    return -1
+    most = num_pages[cells // pages_per_row % len(num_pages)]
+    is_wrong = (pages < 0) | (pages >= most)
+    if is_wrong.any():
+        return f"a row is to list pages outside 0 to {most[is_wrong.argmax()] - 1}"
+    return None

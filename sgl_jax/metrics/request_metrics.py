@@ -73,7 +73,7 @@ class RequestMetrics:
             "replaced_surrogates", "halves of surrogate pairs in bodies, replaced by U+FFFD"
         )
         self.aborted = self._counter("num_aborted_requests", "requests that ended early")
-        self._generated_tokens = self._counter("generation_tokens", "tokens generated")
+        self.generated_tokens = self._counter("generation_tokens", "tokens generated")
         self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "arrival to first token", _TTFT_BUCKETS_S
         )
@@ -86,21 +86,17 @@ class RequestMetrics:
         self.queue_time = self._histogram(
             "queue_time_seconds", "arrival to the first start", _TTFT_BUCKETS_S
         )
-        self._num_generated = 0
+        self.num_generated = 0
         self._rate_from = (time.perf_counter(), 0)
         self._rate = 0.0
-
-    def count_generated(self, num_tokens: int) -> None:
-        self._num_generated += num_tokens
-        self._generated_tokens.inc(num_tokens)
 
     def generation_rate(self) -> float:
         """Return generated tokens per second, measured over intervals of at least a second."""
         now = time.perf_counter()
         since, before = self._rate_from
         if now - since >= _MIN_RATE_WINDOW_S:
-            self._rate = (self._num_generated - before) / (now - since)
-            self._rate_from = (now, self._num_generated)
+            self._rate = (self.num_generated - before) / (now - since)
+            self._rate_from = (now, self.num_generated)
         return self._rate
 
     def exposition(self, only_tenant: str | None = None) -> bytes:

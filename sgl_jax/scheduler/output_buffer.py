@@ -26,7 +26,7 @@ class OutputBuffer:
 
     def __init__(self, dp_size: int) -> None:
         self.outputs: list[RequestOutput] = []
-        self._rids: list[str] = []
+        self.rids: list[str] = []
         self._tokens: list[bytes] = []
         self._listed = [_ListedRows(None, b"", [])] * dp_size
 
@@ -42,18 +42,15 @@ class OutputBuffer:
             if listed.active is not active or listed.rows != wanted:
                 rids = ranks.running.rids[rows[first:end]].tolist()
                 listed = self._listed[k] = _ListedRows(active, wanted, rids)
-            self._rids += listed.rids
+            self.rids += listed.rids
         self._tokens.append(tokens.astype("<i4", copy=False).tobytes())
 
     def clear_to(self, outputs: list[RequestOutput]) -> None:
         """Replace all collected outputs by `outputs`."""
-        self.outputs, self._rids, self._tokens = outputs, [], []
-
-    def __bool__(self) -> bool:
-        return bool(self.outputs or self._rids)
+        self.outputs, self.rids, self._tokens = outputs, [], []
 
     def take(self) -> OutputBatch | None:
         """Return the outputs since the last call as one batch; None if there are none."""
-        outputs, rids, tokens = self.outputs, self._rids, self._tokens
-        self.outputs, self._rids, self._tokens = [], [], []
+        outputs, rids, tokens = self.outputs, self.rids, self._tokens
+        self.outputs, self.rids, self._tokens = [], [], []
         return OutputBatch(outputs, rids, b"".join(tokens)) if outputs or rids else None

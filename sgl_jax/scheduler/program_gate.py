@@ -13,32 +13,30 @@ class ProgramGate:
     """A gate for requests with a grammar. While it is open, as at first, each passes once compiled.
 
     Attributes:
+        held: the held requests by rid, in the order of arrival.
         error: reason why requests with a grammar cannot be served; "" if they can.
     """
 
     def __init__(self) -> None:
         self._is_open = True
-        self._held: dict[str, Request] = {}  # by rid, in the order of arrival
+        self.held: dict[str, Request] = {}
         self._compiled: set[str] = set()  # rids of held requests with a compiled grammar
         self.error = ""
 
-    def __len__(self) -> int:
-        return len(self._held)
-
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._held.values())
+        return iter(self.held.values())
 
     def __contains__(self, request: Request) -> bool:
-        return request.rid in self._held
+        return request.rid in self.held
 
     @property
     def num_without_grammar(self) -> int:
         """Return the number of held requests with a grammar still being compiled."""
-        return len(self._held) - len(self._compiled)
+        return len(self.held) - len(self._compiled)
 
     def awaits_grammar(self, rid: str) -> Request | None:
         """Return the held request `rid` if its grammar is not compiled yet."""
-        return None if rid in self._compiled else self._held.get(rid)
+        return None if rid in self._compiled else self.held.get(rid)
 
     def close(self) -> None:
         self._is_open = False
@@ -47,7 +45,7 @@ class ProgramGate:
         """Stop waiting for programs; return the requests that may pass, in order of arrival: with
         an `error`, all held requests."""
         self._is_open, self.error = True, error
-        held = self._held.values()
+        held = self.held.values()
         return [request for request in held if error or request.rid in self._compiled]
 
     def note_compiled(self, request: Request) -> bool:
@@ -59,9 +57,9 @@ class ProgramGate:
         """Hold `request` if it has a grammar; return whether it has."""
         if request.message.sampling.grammar is None:
             return False
-        self._held[request.rid] = request
+        self.held[request.rid] = request
         return True
 
     def remove(self, request: Request) -> None:
-        del self._held[request.rid]
+        del self.held[request.rid]
         self._compiled.discard(request.rid)

@@ -309,7 +309,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Return the number of requests without memory."""
-        return len(self._waiting) + len(self._gate)
+        return len(self._waiting) + len(self._gate.held)
 
     def waiting(self) -> Iterator[Request]:
         """Return the requests without memory, oldest first; requests at the gate come last."""
@@ -335,7 +335,7 @@ class Scheduler:
         rooms = self._all_ranks.forecast_rooms()
         counts = self._admission.count_waiting(self._all_ranks, rooms, self._steps)
         num_without_grammar = self._gate.num_without_grammar
-        num_without_program = len(self._gate) - num_without_grammar
+        num_without_program = len(self._gate.held) - num_without_grammar
         return counts | {"grammar": num_without_grammar, "program": num_without_program}
 
     def why_waiting(self, rid: str) -> WaitReason:
@@ -375,7 +375,7 @@ class Scheduler:
     @property
     def is_resting(self) -> bool:
         """Return whether no step can be planned before another event."""
-        return self.is_paused or len(self._requests) == len(self._gate)
+        return self.is_paused or len(self._requests) == len(self._gate.held)
 
     def _plan(self) -> StepPlan | None:
         if self.is_resting:
@@ -398,7 +398,8 @@ class Scheduler:
         if not taken and not is_held:
             if self._steps % OUTPUT_LENGTHS_INTERVAL == 0:
                 ranks.output_lengths.update(ranks.running, ranks.active()[0])
-            self._admission.admit_into(ranks, builders, self._steps)
+            if self._waiting.priorities.highest is not None:
+                self._admission.admit_into(ranks, builders, self._steps)
         for builder in builders:
             builder.choose_rows()
             if builder.unservable:
@@ -406,7 +407,7 @@ class Scheduler:
             taken += builder.retracted + builder.preempted
         for request in taken:
             self._waiting.add(request)
-        if all(builder.is_empty for builder in builders):
+        if not any(len(builder.decode_rows) or builder.chunks for builder in builders):
             return None
         plan, launched = build_plan(ranks, builders, self._steps)
         self._launched[plan.step_id] = plan, launched
@@ -448,7 +449,7 @@ class Scheduler:
     @property
     def has_outputs(self) -> bool:
         """Return whether `TakeOutputs` would return any."""
-        return bool(self._outputs)
+        return bool(self._outputs.outputs or self._outputs.rids)
 
     @property
     def has_transfers(self) -> bool:

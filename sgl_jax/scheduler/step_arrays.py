@@ -28,7 +28,12 @@ def build_plan(
         if builder.chunks:
             builder.trim_to_shape()
     running, tables = ranks.running, ranks.tables
-    chosen = [builder.rows() for builder in builders]
+    chosen = [  # decode rows, then rows with a prefill chunk
+        np.concatenate([builder.decode_rows, np.array(list(builder.chunks), np.intp)])
+        if builder.chunks
+        else builder.decode_rows
+        for builder in builders
+    ]
     bounds = np.array([0, *accumulate(map(len, chosen))])
     shares = np.zeros(len(builders), SHARE)
     shares["num_decode"] = [len(builder.decode_rows) for builder in builders]

@@ -109,10 +109,6 @@ class StepBuilder:
             self._add_chunks()
 
     @property
-    def is_empty(self) -> bool:
-        return len(self.decode_rows) == 0 and not self.chunks
-
-    @property
     def can_admit(self) -> bool:
         """Return whether a new request could start in this step. None can right after a retract:
         the memory taken from one request belongs to the requests that needed it."""
@@ -268,12 +264,6 @@ class StepBuilder:
         priority first, then the oldest."""
         return [row for row in self._prefilling if self._needs[row][0] > 1]
 
-    def rows(self) -> RowIndex:
-        """Return the rows of the step: decode rows, then rows with a prefill chunk."""
-        if not self.chunks:
-            return self.decode_rows
-        return np.concatenate([self.decode_rows, np.array(list(self.chunks), np.intp)])
-
     def trim_to_shape(self) -> None:
         """Leave a few prefill tokens to the next step if that fills this step's shape exactly.
 
@@ -376,7 +366,9 @@ class StepBuilder:
         if self._has_admitted:
             return  # a request just started may have its first chunk in the next step
         # Prefills that block each other would wait forever: retract until one can go on.
-        while self.is_empty and not self.unservable and len(running.runnable()):
+        while len(running.runnable()):
+            if len(self.decode_rows) or self.chunks or self.unservable:
+                return
             if len(running.runnable()) < len(running):
                 return  # a finished request will free its pages when its result is read
             rows = running.runnable()

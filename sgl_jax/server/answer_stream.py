@@ -28,7 +28,8 @@ from sgl_jax.server.references import references_of
 
 # Reduced token limit of an answer, sent if the requested limit exceeded the context.
 CLAMPED_HEADER = "x-max-tokens-clamped"
-DONE = b"data: [DONE]\n\n"
+EVENT = b"data: %b\n\n"  # a server-sent event with this JSON
+DONE = EVENT % b"[DONE]"
 _PIECE_BYTES = 64 * 1024  # per send
 _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 START = {"type": "http.response.start", "status": 200, "headers": _HEADERS}
@@ -52,7 +53,7 @@ class AnswerFormat(ABC):
 
     def failure(self, error: ApiError) -> bytes:
         """Return the event lines that end a stream in which an error occurred."""
-        return b"data: %b\n\n" % envelope(error)
+        return EVENT % envelope(error)
 
 
 class StreamGroup:
@@ -182,12 +183,8 @@ def json_response(value: Any) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
-def event(value: Any) -> bytes:
-    return b"data: %b\n\n" % msgspec.json.encode(value)
-
-
 def named_event(name: str, value: Any) -> bytes:
-    return b"event: %b\n%b" % (name.encode(), event(value))
+    return b"event: %b\n" % name.encode() + EVENT % msgspec.json.encode(value)
 
 
 class EventStream(Response):

@@ -33,7 +33,7 @@ def test_two_engines_in_one_process_do_not_meet() -> None:
     first, second = RequestMetrics("model"), RequestMetrics("model")
     EngineMetrics(first)
     EngineMetrics(second)
-    first.count_generated(5)
+    first.generated_tokens.inc(5)
     assert samples(first)["sglang:generation_tokens_total"] == 5
     assert samples(second)["sglang:generation_tokens_total"] == 0
     assert "sglang:gen_throughput" in samples(second)

@@ -319,7 +319,8 @@ class Frontend:
                         ready.append(stream)
         for last_token_at, num_streams in num_since.items():
             self.metrics.time_per_next_token.observe(now - last_token_at, num_streams)
-        self.metrics.count_generated(num_tokens)
+        self.metrics.num_generated += num_tokens
+        self.metrics.generated_tokens.inc(num_tokens)
         for stream in ready:
             try:
                 stream.on_ready()

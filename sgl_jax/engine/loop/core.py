@@ -178,7 +178,7 @@ class EngineCore:
         with self.watchdog:
             while not self._is_shutting_down:
                 is_resting = self.scheduler.is_resting and not self._in_flight
-                self.watchdog.feed()
+                self.watchdog.fed_at = time.monotonic()
                 may_wait = is_resting and not self.scheduler.needs_tick(time.monotonic())
                 is_moving = may_wait and self._is_moving()
                 poll_s = 0.0

@@ -77,10 +77,10 @@ class Admission:
         self._next_rank = 0  # for round_robin
 
     def admit_into(self, ranks: Ranks, builders: Sequence[StepBuilder], step: int) -> None:
-        """Start waiting requests in step number `step`; `builders` are the ranks' parts of it."""
-        highest = self._waiting.highest_priority
-        if highest is None:
-            return
+        """Start waiting requests in step number `step`; `builders` are the ranks' parts of it.
+        Called only if any request waits."""
+        highest = self._waiting.priorities.highest
+        assert highest is not None, "a request waits"
         threshold = self.args.priority_scheduling_preemption_threshold
         may_preempt = [_may_preempt(builder, highest - threshold) for builder in builders]
         if not any(may_preempt) and not any(

@@ -74,7 +74,7 @@ class WaitingQueue:
         self._columns = WaitingColumns(len(memories), capacity)
         self._order = AdmissionOrder(self._columns, memories, tenants, lengths, max_skip_count)
         self.set_policy(policy)
-        self._priorities = PriorityCounts()
+        self.priorities = PriorityCounts()
         self.num_pinned: Counter[int | None] = Counter()  # by the rank that a request names
         self._num_updates = -1  # of the lengths, when chances were computed
 
@@ -118,7 +118,7 @@ class WaitingQueue:
         columns.cached_pages[:, line] = [cursor.length // page_size for cursor in cursors]
         columns.note_most_cached(line, line + 1)
         columns.arrival[line] = request.arrival
-        self._priorities.add(request.priority)
+        self.priorities.add(request.priority)
         self.num_pinned[pinned] += 1
         columns.tenant[line] = request.tenant
         self._tenants.queue(request.tenant, 1)
@@ -157,7 +157,7 @@ class WaitingQueue:
         del self._requests[request.rid], self._by_line[line]
         for memory, cursor in zip(self._memories, self._cursors.pop(line), strict=True):
             memory.cache.cursors.unfollow(cursor)
-        self._priorities.remove(int(self._columns.priority[line]))
+        self.priorities.remove(int(self._columns.priority[line]))
         self.num_pinned[request.message.dp_rank] -= 1
         self._tenants.queue(request.tenant, -1)
         self._columns.free_line(line)
@@ -201,7 +201,7 @@ class WaitingQueue:
         self._by_line.clear()
         self._cursors.clear()
         self._columns.clear()
-        self._priorities = PriorityCounts()
+        self.priorities = PriorityCounts()
         self.num_pinned.clear()
 
     def find_due(self, rid: str) -> Request | None:
@@ -282,8 +282,8 @@ class WaitingQueue:
         self._take_moves()
         self._note_chances()
         self._drop_leaders(slice(self._columns.end))
-        highest = self._priorities.highest or 0
-        levels = Levels(highest, highest - (self._priorities.lowest or 0) + 1)
+        highest = self.priorities.highest or 0
+        levels = Levels(highest, highest - (self.priorities.lowest or 0) + 1)
         for line, may_start in self._order.lines(offer, step, preemptible, threshold, levels):
             yield self._by_line[line], may_start
 
@@ -313,10 +313,6 @@ class WaitingQueue:
             _NO_TENANTS if open_tenants is None else open_tenants,
         )
         return found
-
-    @property
-    def highest_priority(self) -> int | None:
-        return self._priorities.highest
 
     def pages_short(self, request: Request, rooms: Rooms, dp_rank: int, num_pages: int) -> int:
         """Return the pages that `request` lacks on a rank if it takes `num_pages`; <= 0 if none."""

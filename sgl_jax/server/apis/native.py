@@ -16,7 +16,7 @@ from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, MAX_TOP_LOGPROBS, Samp
 from sgl_jax.engine.front.request_stream import Chunk, RequestStream
 from sgl_jax.server import unserved_fields
 from sgl_jax.server.admin.openapi import answers
-from sgl_jax.server.answer_stream import AnswerFormat, StreamGroup, json_response, respond
+from sgl_jax.server.answer_stream import EVENT, AnswerFormat, StreamGroup, json_response, respond
 from sgl_jax.server.apis.openai import LOWEST_LOGPROB, token_text
 from sgl_jax.server.fields import (
     ForEach,
@@ -238,7 +238,7 @@ class NativeFormat(AnswerFormat):
                 tail["prompt_token_ids"] = stream.request.input_ids
             self._answers[index] = NativeAnswer(stream, self._tokenizer, tail)
         answer = self._answers[index]
-        written = b"data: %b\n\n" % answer.write(chunk)
+        written = EVENT % answer.write(chunk)
         if self._is_incremental:
             answer.forget_sent()
         return written

@@ -9,10 +9,11 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, Struct, UnsetType
+from msgspec.json import encode
 
 from sgl_jax.engine.front.request_stream import Chunk, RequestStream
 from sgl_jax.server.admin.openapi import answers
-from sgl_jax.server.answer_stream import DONE, AnswerFormat, event, json_response
+from sgl_jax.server.answer_stream import DONE, EVENT, AnswerFormat, json_response
 from sgl_jax.server.errors import ApiError, refuse_abort
 from sgl_jax.server.fields import GenerationFields
 from sgl_jax.server.guards.bodies import JsonRoute
@@ -138,7 +139,7 @@ class OpenAIFormat(AnswerFormat):
         if self._always_counts:
             usage = _usage(stream.num_prompt_tokens, chunk.num_output_tokens, stream.cached_tokens)
         return b"".join(
-            event(self._type(*self._head, [piece], usage, self._chunk_object))
+            EVENT % encode(self._type(*self._head, [piece], usage, self._chunk_object))
             for piece in self._pieces(index, chunk, stream)
         )
 
@@ -146,7 +147,7 @@ class OpenAIFormat(AnswerFormat):
         if not self._counts_at_end:
             return DONE
         usage = usage_of(streams, self._body.num_choices)
-        return event(self._type(*self._head, [], usage, self._chunk_object)) + DONE
+        return EVENT % encode(self._type(*self._head, [], usage, self._chunk_object)) + DONE
 
     def whole(self, chunks: Sequence[Chunk], streams: Sequence[RequestStream]) -> Any:
         for chunk in chunks:
