@@ -13,7 +13,7 @@ from typing import Any
 from annotated_types import Ge, Gt, Le, MaxLen, MinLen
 from pydantic.fields import FieldInfo
 
-from sgl_jax.core.calls import CALLS
+from sgl_jax.core.messages import CALL_OF
 from sgl_jax.server.admin.call_routes import body_of
 from sgl_jax.server.apis.completions import CompletionRequest
 from sgl_jax.server.apis.context_edits import (
@@ -140,7 +140,7 @@ _BODIES: tuple[tuple[str, type[StrictModel]], ...] = (
     ("`/tokenize`", TokenizeBody),
     ("`/detokenize`", DetokenizeBody),
     ("`/v1/score`", ScoreBody),
-    *((f"`{call.route}`", body_of(call)) for call in CALLS if call.route),
+    *((f"`{call.route}`", body_of(call)) for call in CALL_OF.values() if call.route),
 )
 
 

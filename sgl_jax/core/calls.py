@@ -1,8 +1,8 @@
-"""The table of messages to the engine, each with its handler, reply and HTTP route.
+"""Replies to calls of the engine, and the record of a call: handler, reply, HTTP route, limits.
 
-To add a call, define a message (`core/messages.py`), add a row here, and write the method that the
-row names. The engine finds the method by the row (`Call.handler`), and the server creates the route
-(`server/admin/call_routes.py`).
+To add a call, define a message with its record in `core/messages.py`, and write the method that the
+record names. The engine finds the method by the record (`Call.handler`), and the server creates the
+route (`server/admin/call_routes.py`).
 
 The body of a `route` holds the message's fields except `rid`, typed by their annotations; fields
 with a default are optional. The route's description is the first paragraph of the message's
@@ -12,34 +12,6 @@ docstring.
 from typing import Any, NamedTuple
 
 import msgspec
-
-from sgl_jax.core.messages import (
-    AbortRequest,
-    CancelCall,
-    CloseSession,
-    ContinueGeneration,
-    DescribePage,
-    DumpExpertRecord,
-    FindPrefix,
-    FlushCache,
-    ForkSession,
-    GenerateRequest,
-    GetState,
-    ListSessions,
-    OpenSession,
-    PauseGeneration,
-    ReadMemory,
-    RollbackSession,
-    SaveCache,
-    SetInternalState,
-    Shutdown,
-    StartExpertRecord,
-    StartProfile,
-    StopExpertRecord,
-    StopProfile,
-    StopRequest,
-    UpdateWeightsFromDisk,
-)
 
 
 class Done(msgspec.Struct, frozen=True):
@@ -189,66 +161,3 @@ class Call(NamedTuple):
     timeout_s: float | None = None  # limit for the reply; None: the server's default
     is_read: bool = False  # read-only
     is_undone: bool = False  # undo the call if the caller stops waiting for it (`CancelCall`)
-
-
-CALLS = (
-    Call(GenerateRequest, "submit"),
-    Call(AbortRequest, "abort"),
-    Call(StopRequest, "stop"),
-    Call(CancelCall, "cancel"),
-    # Older SGLang clients send a GET; from a browser it is refused (`server/guards/origins.py`).
-    Call(FlushCache, "flush", Flushed, "/flush_cache", ("GET", "POST"), is_admin=True),
-    Call(SaveCache, "save_cache", CacheSaved, "/save_cache", is_admin=True, timeout_s=120.0),
-    Call(GetState, "read_state", dict[str, Any], is_read=True),
-    Call(ReadMemory, "read", dict[str, Any], is_read=True),
-    Call(
-        DescribePage,
-        "describe_page",
-        PageDescription,
-        "/memory/page",
-        is_admin=True,
-        is_read=True,
-    ),
-    Call(FindPrefix, "find_prefix", PrefixFound, is_read=True),
-    Call(OpenSession, "open", str, "/open_session", is_undone=True),
-    Call(CloseSession, "close", Done, "/close_session"),
-    Call(RollbackSession, "roll_back", RolledBack, "/rollback_session"),
-    Call(ForkSession, "fork", Forked, "/fork_session", is_undone=True),
-    Call(ListSessions, "list_all", SessionList, "/list_sessions", ("GET", "POST"), is_read=True),
-    *(
-        Call(message, handler, GenerationState, route, is_admin=True, is_undone=True)
-        for message, handler, route in (
-            (PauseGeneration, "pause", "/pause_generation"),
-            (ContinueGeneration, "resume", "/continue_generation"),
-        )
-    ),
-    Call(
-        UpdateWeightsFromDisk,
-        "update_weights",
-        WeightsUpdated,
-        "/update_weights_from_disk",
-        is_admin=True,
-        timeout_s=3600.0,
-    ),
-    Call(
-        SetInternalState,
-        "set_settings",
-        SettingsChanged,
-        "/set_internal_state",
-        is_admin=True,
-        is_undone=True,
-    ),
-    Call(StartProfile, "start_profile", Traced, "/start_profile", is_admin=True, timeout_s=120.0),
-    Call(StopProfile, "stop_profile", Traced, "/stop_profile", is_admin=True, timeout_s=120.0),
-    *(
-        # SGLang's names.
-        Call(message, handler, data, f"/{verb}_expert_distribution_record", is_admin=True)
-        for message, handler, data, verb in (
-            (StartExpertRecord, "start_expert_record", Done, "start"),
-            (StopExpertRecord, "stop_expert_record", Done, "stop"),
-            (DumpExpertRecord, "dump_expert_record", ExpertRecord, "dump"),
-        )
-    ),
-    Call(Shutdown, "shut_down"),
-)
-CALL_OF = {call.message: call for call in CALLS}

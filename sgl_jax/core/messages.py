@@ -1,21 +1,39 @@
 """Messages from the frontend (text, HTTP) to the engine process: `FrontMessage`.
 
-Every message is a msgspec struct, tagged with its class name and sent as msgpack. Each has a row in
-the table of `core/calls.py`. Messages to the frontend are in `engine_messages.py`.
+Every message is a msgspec struct, tagged with its class name and sent as msgpack, with a record of
+its handler, reply and route (`core/calls.py`). Messages to the frontend are in
+`engine_messages.py`.
 
 Annotations such as `Ge(0)` limit values from clients: the server checks them, the engine does not.
 """
 
-from typing import Annotated, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen, doc
 
+from sgl_jax.core import calls
 from sgl_jax.core.request_limits import INT32, MAX_NAMESPACE_CHARS, MAX_SESSION_ID_CHARS
 from sgl_jax.core.sampling_params import SamplingParams
 
 _MAX_TIMEOUT_S = 1e9
 _MAX_PATH_CHARS = 1024
+
+
+# Every message's record, in the order of their definitions.
+CALL_OF: dict[type[msgspec.Struct], calls.Call] = {}
+_Message = TypeVar("_Message", bound=type[msgspec.Struct])
+
+
+def _call(handler: str, *record: Any, **more: Any) -> Callable[[_Message], _Message]:
+    """Record a message's `calls.Call`."""
+
+    def note(message: _Message) -> _Message:
+        CALL_OF[message] = calls.Call(message, handler, *record, **more)
+        return message
+
+    return note
 
 
 class Name(str):
@@ -86,6 +104,7 @@ def holder_of(tenant: Tenant | None) -> str:
     return "" if tenant is None or tenant.is_pooled else tenant.name
 
 
+@_call("submit")
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Generate a continuation of `input_ids`. The frontend validates it before sending it.
 
@@ -128,6 +147,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     is_probe: bool = False
 
 
+@_call("abort")
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """End a waiting or running request, or every request if `abort_all`; `rid` is then "".
 
@@ -143,6 +163,7 @@ class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     session: SessionTurn | None = None
 
 
+@_call("stop")
 class StopRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The frontend found a stop string: the output ends after `num_output_tokens`.
 
@@ -161,6 +182,7 @@ class WithReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     rid: str = ""
 
 
+@_call("cancel")
 class CancelCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Cancel the message with `call` as its `rid`: its sender no longer waits for the reply.
 
@@ -171,18 +193,23 @@ class CancelCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     call: str
 
 
+# Older SGLang clients send a GET; from a browser it is refused (`server/guards/origins.py`).
+@_call("flush", calls.Flushed, "/flush_cache", ("GET", "POST"), is_admin=True)
 class FlushCache(WithReply, frozen=True, kw_only=True, tag=True):
     """Empty the prefix caches; refused while requests run."""
 
 
+@_call("save_cache", calls.CacheSaved, "/save_cache", is_admin=True, timeout_s=120.0)
 class SaveCache(WithReply, frozen=True, kw_only=True, tag=True):
     """Save the open sessions and the list of cached prefixes in the folder of `--restore-cache`."""
 
 
+@_call("read_state", dict[str, Any], is_read=True)
 class GetState(WithReply, frozen=True, kw_only=True, tag=True):
     """Get the memory view of each rank and the counters, as a dictionary."""
 
 
+@_call("read", dict[str, Any], is_read=True)
 class ReadMemory(WithReply, frozen=True, kw_only=True, tag=True):
     """Get the place of every page, and everything that holds pages or waits for them.
 
@@ -194,6 +221,7 @@ class ReadMemory(WithReply, frozen=True, kw_only=True, tag=True):
     has_tokens: bool = False
 
 
+@_call("describe_page", calls.PageDescription, "/memory/page", is_admin=True, is_read=True)
 class DescribePage(WithReply, frozen=True, kw_only=True, tag=True):
     """Describe the owner of a page and its latest moves."""
 
@@ -202,6 +230,7 @@ class DescribePage(WithReply, frozen=True, kw_only=True, tag=True):
     page: Annotated[int, Ge(0), Lt(INT32)]
 
 
+@_call("find_prefix", calls.PrefixFound, is_read=True)
 class FindPrefix(WithReply, frozen=True, kw_only=True, tag=True):
     """Find the longest prefix of these tokens in every rank's prefix tree."""
 
@@ -212,6 +241,7 @@ class FindPrefix(WithReply, frozen=True, kw_only=True, tag=True):
 MemoryMessage = ReadMemory | DescribePage | FindPrefix
 
 
+@_call("open", str, "/open_session", is_undone=True)
 class OpenSession(WithReply, frozen=True, kw_only=True, tag=True):
     """Open a session and return its id; a 503 while too many are open.
 
@@ -233,12 +263,14 @@ class OpenSession(WithReply, frozen=True, kw_only=True, tag=True):
     tenant: Tenant | None = None
 
 
+@_call("close", calls.Done, "/close_session")
 class CloseSession(WithReply, frozen=True, kw_only=True, tag=True):
     """Close a session and free its memory, after a turn in flight has finished."""
 
     session_id: SessionId
 
 
+@_call("roll_back", calls.RolledBack, "/rollback_session")
 class RollbackSession(WithReply, frozen=True, kw_only=True, tag=True):
     """Take a streaming session back to the end of its first `num_turns` turns."""
 
@@ -246,6 +278,7 @@ class RollbackSession(WithReply, frozen=True, kw_only=True, tag=True):
     num_turns: Annotated[int, Ge(0), Lt(INT32)]
 
 
+@_call("fork", calls.Forked, "/fork_session", is_undone=True)
 class ForkSession(WithReply, frozen=True, kw_only=True, tag=True):
     """Open a streaming session with the history and cached KV of another. Returns a 503 while too
     many sessions are open, or they hold too many tokens."""
@@ -255,6 +288,7 @@ class ForkSession(WithReply, frozen=True, kw_only=True, tag=True):
     tenant: Tenant | None = None
 
 
+@_call("list_all", calls.SessionList, "/list_sessions", ("GET", "POST"), is_read=True)
 class ListSessions(WithReply, frozen=True, kw_only=True, tag=True):
     """List all open sessions of the caller."""
 
@@ -262,6 +296,7 @@ class ListSessions(WithReply, frozen=True, kw_only=True, tag=True):
 SessionMessage = OpenSession | CloseSession | RollbackSession | ForkSession | ListSessions
 
 
+@_call("pause", calls.GenerationState, "/pause_generation", is_admin=True, is_undone=True)
 class PauseGeneration(WithReply, frozen=True, kw_only=True, tag=True):
     """Run no step until generation is continued. New requests are accepted and wait."""
 
@@ -274,10 +309,18 @@ class PauseGeneration(WithReply, frozen=True, kw_only=True, tag=True):
     ] = "abort"
 
 
+@_call("resume", calls.GenerationState, "/continue_generation", is_admin=True, is_undone=True)
 class ContinueGeneration(WithReply, frozen=True, kw_only=True, tag=True):
     """Run steps again after a pause; does nothing if generation is not paused."""
 
 
+@_call(
+    "update_weights",
+    calls.WeightsUpdated,
+    "/update_weights_from_disk",
+    is_admin=True,
+    timeout_s=3600.0,
+)
 class UpdateWeightsFromDisk(WithReply, frozen=True, kw_only=True, tag=True):
     """Load the weights of another folder of the same model. Running requests recompute their KV and
     continue after the same tokens. If loading fails, the old weights stay."""
@@ -291,6 +334,7 @@ class UpdateWeightsFromDisk(WithReply, frozen=True, kw_only=True, tag=True):
     abort_all_requests: Annotated[bool, doc("end all requests first")] = False
 
 
+@_call("set_settings", calls.SettingsChanged, "/set_internal_state", is_admin=True, is_undone=True)
 class SetInternalState(WithReply, frozen=True, kw_only=True, tag=True):
     """Change settings of the running server by flag name; other settings stay."""
 
@@ -304,6 +348,7 @@ class SetInternalState(WithReply, frozen=True, kw_only=True, tag=True):
     ]
 
 
+@_call("start_profile", calls.Traced, "/start_profile", is_admin=True, timeout_s=120.0)
 class StartProfile(WithReply, frozen=True, kw_only=True, tag=True):
     """Start a device trace for TensorBoard or xprof."""
 
@@ -318,22 +363,27 @@ class StartProfile(WithReply, frozen=True, kw_only=True, tag=True):
     ] = None
 
 
+@_call("stop_profile", calls.Traced, "/stop_profile", is_admin=True, timeout_s=120.0)
 class StopProfile(WithReply, frozen=True, kw_only=True, tag=True):
     """End the trace and write it."""
 
 
+@_call("start_expert_record", calls.Done, "/start_expert_distribution_record", is_admin=True)
 class StartExpertRecord(WithReply, frozen=True, kw_only=True, tag=True):
     """Start counting how often each layer's experts are chosen."""
 
 
+@_call("stop_expert_record", calls.Done, "/stop_expert_distribution_record", is_admin=True)
 class StopExpertRecord(WithReply, frozen=True, kw_only=True, tag=True):
     """Stop counting experts."""
 
 
+@_call("dump_expert_record", calls.ExpertRecord, "/dump_expert_distribution_record", is_admin=True)
 class DumpExpertRecord(WithReply, frozen=True, kw_only=True, tag=True):
     """Return the current or last record of experts, a file for `--init-expert-location`."""
 
 
+@_call("shut_down")
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """End the engine and abort the requests in flight."""
 
@@ -349,7 +399,6 @@ ControlMessage = (
     | StopExpertRecord
     | DumpExpertRecord
 )
-CacheMessage = FlushCache | SaveCache
 # Messages with a `Reply`.
-CallMessage = CacheMessage | GetState | MemoryMessage | SessionMessage | ControlMessage
+CallMessage = FlushCache | SaveCache | GetState | MemoryMessage | SessionMessage | ControlMessage
 FrontMessage = GenerateRequest | AbortRequest | StopRequest | CallMessage | CancelCall | Shutdown

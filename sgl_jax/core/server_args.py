@@ -500,7 +500,7 @@ class ServerArgs(SchedulerArgs):
 
     @property
     def num_hosts(self) -> int:
-        """Return `nnodes`; 1 until `multihost.group.with_group` has read the platform, if not set."""
+        """Return `nnodes`; 1 until `multihost.group` has read the platform, if not set."""
         return self.nnodes or 1
 
     @property

@@ -5,9 +5,8 @@ A call is cancelled when no one waits for it any longer, so that a 503 remains t
 
 import asyncio
 
-from sgl_jax.core.calls import CALL_OF
 from sgl_jax.core.engine_messages import Reply
-from sgl_jax.core.messages import CallMessage, PauseGeneration
+from sgl_jax.core.messages import CALL_OF, CallMessage, PauseGeneration
 from sgl_jax.server.errors import ApiError
 from sgl_jax.server.references import References
 

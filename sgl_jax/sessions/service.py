@@ -5,10 +5,11 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from sgl_jax.core.calls import CALL_OF, Done, Forked, RolledBack, SessionEntry, SessionList
+from sgl_jax.core.calls import Done, Forked, RolledBack, SessionEntry, SessionList
 from sgl_jax.core.engine_messages import Reply
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import (
+    CALL_OF,
     AbortRequest,
     CloseSession,
     ForkSession,

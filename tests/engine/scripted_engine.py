@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from sgl_jax.core.calls import CALL_OF
 from sgl_jax.core.engine_messages import (
     EngineInfo,
     EngineMessage,
@@ -27,6 +26,7 @@ from sgl_jax.core.engine_messages import (
 )
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import (
+    CALL_OF,
     AbortRequest,
     CancelCall,
     CloseSession,

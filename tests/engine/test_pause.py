@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from sgl_jax.core.calls import CALL_OF
 from sgl_jax.core.engine_messages import EngineInfo, Reply
 from sgl_jax.core.messages import (
+    CALL_OF,
     AbortRequest,
     CallMessage,
     CancelCall,

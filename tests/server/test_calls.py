@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from sgl_jax.core.calls import CALLS, Call
+from sgl_jax.core.calls import Call
 from sgl_jax.core.messages import (
+    CALL_OF,
     AbortRequest,
     ControlMessage,
     FrontMessage,
@@ -29,7 +30,9 @@ from tests.scheduler.driver import Driver, make_sizes
 from tests.server.conftest import serving
 
 ARGUMENTS = {"session_id": "s", "new_session_id": "t", "num_turns": 0}
-SESSION_CALLS = [call for call in CALLS if call.message in typing.get_args(SessionMessage)]
+SESSION_CALLS = [
+    call for call in CALL_OF.values() if call.message in typing.get_args(SessionMessage)
+]
 
 
 def message(call: Call) -> Any:
@@ -39,12 +42,12 @@ def message(call: Call) -> Any:
 
 
 def test_each_message_has_one_row() -> None:
-    messages = [call.message for call in CALLS]
+    messages = [call.message for call in CALL_OF.values()]
     assert set(messages) == set(typing.get_args(FrontMessage))
     assert len(set(messages)) == len(messages)
 
 
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.message.__name__)
+@pytest.mark.parametrize("call", [*CALL_OF.values()], ids=lambda call: call.message.__name__)
 def test_its_handler_takes_that_message(call: Call) -> None:
     owner: type = SessionService if call in SESSION_CALLS else EngineCore
     if call.message in (AbortRequest, StopRequest):
@@ -81,7 +84,7 @@ async def test_the_description_lists_every_route_of_the_table(
     async with serving(model_folder, tokenizer) as rig:
         paths = (await rig.http.get("/openapi.json")).json()["paths"]
     assert set(paths) >= ROUTES_WITH_CODE
-    for call in CALLS:
+    for call in CALL_OF.values():
         if call.route is None:
             continue
         assert set(paths[call.route]) == {method.lower() for method in call.methods}
@@ -93,7 +96,7 @@ async def test_the_description_lists_every_route_of_the_table(
 
 def test_the_session_of_a_body_is_the_callers() -> None:
     owner = SessionOwner(Caller("ann", is_admin=False))
-    (call,) = (call for call in CALLS if call.message is OpenSession)
+    (call,) = (call for call in CALL_OF.values() if call.message is OpenSession)
     sent, made_up = message_of(call, body_of(call)(session_id="s", timeout=5.0), owner)  # type: ignore[call-arg]
     assert (sent.session_id, sent.timeout_s, made_up) == ("ann:s", 5.0, None)
     sent, made_up = message_of(call, body_of(call)(), owner)

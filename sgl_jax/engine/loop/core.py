@@ -14,10 +14,11 @@ from typing import Any
 
 import msgspec
 
-from sgl_jax.core.calls import CALL_OF, CacheSaved
+from sgl_jax.core.calls import CacheSaved
 from sgl_jax.core.engine_messages import EndRequested, EngineInfo, OutputBatch, Reply
 from sgl_jax.core.errors import GroupError, InvalidRequestError
 from sgl_jax.core.messages import (
+    CALL_OF,
     AbortRequest,
     CancelCall,
     CloseSession,

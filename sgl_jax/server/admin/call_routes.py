@@ -10,8 +10,9 @@ from annotated_types import DocInfo
 from fastapi import APIRouter, Request, Response
 from pydantic import Field, create_model
 
-from sgl_jax.core.calls import CALLS, Call
+from sgl_jax.core.calls import Call
 from sgl_jax.core.messages import (
+    CALL_OF,
     Name,
     Namespace,
     NewSessionId,
@@ -121,7 +122,7 @@ def _add_routes(call: Call, route: str) -> None:
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 
-for _call in CALLS:
+for _call in CALL_OF.values():
     if _call.route is not None:
         _add_routes(_call, _call.route)
 

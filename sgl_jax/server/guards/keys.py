@@ -16,8 +16,7 @@ from fastapi import Request
 from msgspec.structs import replace
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sgl_jax.core.calls import CALLS
-from sgl_jax.core.messages import USER_PREFIX, SessionTurn, Tenant
+from sgl_jax.core.messages import CALL_OF, USER_PREFIX, SessionTurn, Tenant
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.server.errors import ApiError, error_response, is_of_messages
 from sgl_jax.server.references import references_of
@@ -30,7 +29,7 @@ ADMIN_PATHS = frozenset(
         "/get_server_info",
         "/server_info",
         *_VIEW_PATHS,
-        *(call.route for call in CALLS if call.is_admin and call.route),
+        *(call.route for call in CALL_OF.values() if call.is_admin and call.route),
     }
 )
 MAX_NAME_CHARS = 64  # in the engine's session ids, each may become 12 characters

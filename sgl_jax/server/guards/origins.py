@@ -19,7 +19,7 @@ from collections.abc import Collection
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sgl_jax.core.calls import CALLS
+from sgl_jax.core.messages import CALL_OF
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.server.errors import ApiError, error_response
 from sgl_jax.server.guards.keys import ANONYMOUS, OPEN_PATHS, ApiKeys
@@ -27,7 +27,9 @@ from sgl_jax.server.guards.keys import ANONYMOUS, OPEN_PATHS, ApiKeys
 logger = logging.getLogger(__name__)
 _AUTHORITY = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9._-]+))(?::\d{1,5})?", re.IGNORECASE)
 # Routes that change state on a GET, for older SGLang clients.
-_CHANGING_GETS = {call.route for call in CALLS if call.is_admin and "GET" in call.methods}
+_CHANGING_GETS = {
+    call.route for call in CALL_OF.values() if call.is_admin and "GET" in call.methods
+}
 # Names absent from public DNS, so that only the local network can assign them an address.
 _LOCAL_ENDINGS = (".local", ".internal", ".svc")
 
