@@ -18,7 +18,7 @@ from typing import NamedTuple, get_args
 from benchmarks.kernels.compiled_kernel import Kernel, compile_for, longest_loop  # isort: skip
 import jax.numpy as jnp
 
-from sgl_jax.core.quantization import MXFP4_GROUP, ActivationFormat, Scheme, WeightFormat
+from sgl_jax.core.layer_configs import MXFP4_GROUP, ActivationFormat, Scheme, WeightFormat
 from sgl_jax.kernels.grouped_matmul.interface import GroupMatrices
 from sgl_jax.kernels.grouped_matmul.tpu import tpu_grouped_matmul
 from sgl_jax.kernels.quantized_matmul.interface import QuantizedArrays

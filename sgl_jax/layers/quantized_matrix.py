@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from sgl_jax.core.quantization import Scheme
+from sgl_jax.core.layer_configs import Scheme
 from sgl_jax.kernels.grouped_matmul.interface import GroupedMatmul, GroupMatrices
 from sgl_jax.kernels.quantized_matmul.interface import QuantizedArrays, QuantizedMatmul
 from sgl_jax.kernels.quantized_matmul.numbers import scale_dtype, value_dtype

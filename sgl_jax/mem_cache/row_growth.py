@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from sgl_jax.core.cache_groups import CacheGroup
 from sgl_jax.core.compiled import compiled
+from sgl_jax.core.engine_sizes import CacheGroup
 from sgl_jax.core.step_plan import BoolArray, Int32Array, IntpArray, RowIndex
 from sgl_jax.mem_cache.errors import LeaseError
 from sgl_jax.mem_cache.pages.page_allocator import PageAllocator

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from sgl_jax.core.quantization import Scheme, WeightFormat
+from sgl_jax.core.layer_configs import Scheme, WeightFormat
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS
 from sgl_jax.layers.quantized_matrix import QuantizedExperts, QuantizedMatrix
 from sgl_jax.models.placement import PlacedModel

@@ -7,7 +7,7 @@ that does not match the format is content: nothing is lost.
 """
 
 import json
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -44,19 +44,6 @@ class CallEnded(NamedTuple):
 
 
 Event = Content | Reasoning | CallBegun | Arguments | CallEnded
-_TEXTS = (Content, Reasoning, Arguments)
-
-
-def joined(events: Iterable[Event]) -> list[Event]:
-    """Return the events, with adjacent texts of one kind joined."""
-    merged: list[Event] = []
-    for event in events:
-        last = merged[-1] if merged else None
-        if isinstance(event, _TEXTS) and isinstance(last, _TEXTS) and type(last) is type(event):
-            merged[-1] = last._replace(text=last.text + event.text)
-        else:
-            merged.append(event)
-    return merged
 
 
 def as_json(value: object) -> str:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sgl_jax.core.quantization import Scheme
+from sgl_jax.core.layer_configs import Scheme
 from sgl_jax.kernels.grouped_matmul.interface import GroupMatrices
 from sgl_jax.layers.kernels import kernels_of
 from tests.kernels import test_qkv_heads as heads

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_jax.checkpoint.stored.reader import FLOATS, Expected, Files
-from sgl_jax.core.quantization import GREATEST
+from sgl_jax.core.layer_configs import GREATEST
 from sgl_jax.layers.sources import Index, MatrixPart, Shape
 from sgl_jax.models.quantization import Rule
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_jax.checkpoint.stored.reader import Expected, Files, positions, read_positions
-from sgl_jax.core.quantization import MXFP4_GROUP
+from sgl_jax.core.layer_configs import MXFP4_GROUP
 from sgl_jax.layers.sources import Index, MatrixPart, Shape
 from sgl_jax.models.quantization import Rule
 

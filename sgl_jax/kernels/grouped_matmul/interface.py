@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from sgl_jax.core.quantization import WeightFormat
+from sgl_jax.core.layer_configs import WeightFormat
 from sgl_jax.kernels.quantized_matmul.numbers import dequantized
 
 BLOCK_LINES = 32  # lines in a block of a CPU's loops, which only visit lines and groups in use

@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
-from sgl_jax.core.quantization import WeightFormat
+from sgl_jax.core.layer_configs import WeightFormat
 from sgl_jax.kernels.grouped_matmul.interface import GroupMatrices
 from sgl_jax.kernels.pallas_tpu import product
 from sgl_jax.kernels.quantized_matmul.numbers import as_numbers, as_scales, dequantized

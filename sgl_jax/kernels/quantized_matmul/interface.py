@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol
 import jax
 from jax import lax
 
-from sgl_jax.core.quantization import Scheme
+from sgl_jax.core.layer_configs import Scheme
 
 
 class QuantizedArrays(NamedTuple):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sgl_jax.core.quantization import Scheme
+from sgl_jax.core.layer_configs import Scheme
 from sgl_jax.kernels.quantized_matmul.interface import QuantizedArrays
 from sgl_jax.kernels.quantized_matmul.numbers import (
     as_numbers,

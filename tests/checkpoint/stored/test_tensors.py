@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from sgl_jax.checkpoint.stored.tensors import QuantizedTensors
-from sgl_jax.core.quantization import Scheme
+from sgl_jax.core.layer_configs import Scheme
 from sgl_jax.layers.sources import MatrixPart, TensorKey
 from sgl_jax.models.quantization import QuantizationConfig, Rule, Stored
 from tests.checkpoint.stored.parts import Arrays

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from sgl_jax.core.quantization import Scheme
+from sgl_jax.core.layer_configs import Scheme
 from sgl_jax.kernels.grouped_matmul.interface import GroupMatrices
 from tests.kernels.quantized_matmul.problems import LAYER as DRAWN_LAYER
 from tests.kernels.quantized_matmul.problems import draw, numbers

@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 
-from sgl_jax.core.quantization import GREATEST
+from sgl_jax.core.layer_configs import GREATEST
 from sgl_jax.kernels.quantized_matmul.interface import QuantizedArrays
 
 LAYERS, LAYER = 2, 1

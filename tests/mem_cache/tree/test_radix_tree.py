@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from sgl_jax.core.cache_groups import FULL_ATTENTION
+from sgl_jax.core.engine_sizes import FULL_ATTENTION
 from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
 from sgl_jax.mem_cache.tree.radix_cache import RadixCache
 from sgl_jax.mem_cache.tree.tree_component import LeaseOffer, LockedEnd
