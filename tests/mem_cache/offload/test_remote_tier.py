@@ -439,8 +439,8 @@ def test_counts_outlast_a_reset() -> None:
     for tier in (rank.tier, other.tier):
         tier.reset()
         tier.forget()
-    assert (rank.tier.num_put_blocks, rank.tier.num_loaded_tokens) == (4, 0)
-    assert (other.tier.num_put_blocks, other.tier.num_loaded_tokens) == (0, 16)
+    assert (rank.tier.store.num_put_blocks, rank.tier.store.num_loaded_tokens) == (4, 0)
+    assert (other.tier.store.num_put_blocks, other.tier.store.num_loaded_tokens) == (0, 16)
 
 
 def test_only_locked_values_go_to_the_store() -> None:
