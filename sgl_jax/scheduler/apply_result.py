@@ -27,7 +27,6 @@ from sgl_jax.scheduler.in_flight_rows import (
     InFlightRows,
     Records,
     append,
-    split_gains,
 )
 from sgl_jax.scheduler.kept_states import record_starts
 from sgl_jax.scheduler.output_buffer import OutputBuffer
@@ -58,8 +57,9 @@ def apply_result(
             _collect_prompt_logprobs(rank, rank_plan, result, epoch[part["row"]] == part["epoch"])
     tokens = np.concatenate([result.tokens for result in results])
     num_stop_ids = max(rank.running.num_stop_ids for rank in ranks.ranks)
-    num_tokens, num_failed = append(
+    num_tokens, num_failed, plain_rows, plain_tokens, plain_bounds, detailed = append(
         rows,
+        launched.bounds,
         tokens,
         running.records,
         epoch,
@@ -73,21 +73,19 @@ def apply_result(
         _count_drafts(ranks, rows, tokens)
         if ranks.has_states:
             record_starts(ranks, plan, rows, tokens)
-    plain_rows, plain_tokens, plain_bounds, detailed = split_gains(
-        rows, launched.bounds, tokens, running.records
-    )
     outputs.add_plain(ranks, plain_rows, plain_bounds.tolist(), plain_tokens)
 
     done = []
-    for i in detailed.tolist():
-        step = rows[i]
-        rank, row = ranks.locate(int(step["row"]))
-        gained = tokens[i, : step["num_gained"]].tolist()
+    others = rows[detailed]
+    columns = (others[name].tolist() for name in ("row", "num_gained", "end"))
+    for i, joint_row, count, end in zip(detailed.tolist(), *columns, strict=True):
+        rank, row = ranks.locate(joint_row)
+        gained = tokens[i, :count].tolist()
         logprobs = None
         if rank.running.return_logprob[row]:
             at = i - bounds[rank.dp_rank]
             logprobs = _token_logprobs(rank, row, gained, results[rank.dp_rank], at)
-        finish = _finish_reason(int(step["end"]), gained[-1])
+        finish = _finish_reason(end, gained[-1])
         outputs.outputs.append(_output(rank, row, gained, finish, logprobs))
         if finish is not None:
             done.append(rank.finish(row))

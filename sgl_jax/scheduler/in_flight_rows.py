@@ -149,29 +149,35 @@ def launch(
 
 
 @compiled(
-    "(launched[::1], int32[:, ::1], row[::1], int32[::1], int32[:, ::1], int32[:, ::1], "
-    "int32[:, :])",
+    "(launched[::1], int64[::1], int32[:, ::1], row[::1], int32[::1], int32[:, ::1], "
+    "int32[:, ::1], int32[:, :])",
     launched=LAUNCHED,
     row=ROW,
 )
 def append(
     launched: Records,
+    bounds: IntpArray,
     new_tokens: Int32Array,
     records: Records,
     epoch: Int32Array,
     tokens: Int32Array,
     latest: Int32Array,
     stop_ids: Int32Array,
-) -> tuple[int, int]:
+) -> tuple[int, int, RowIndex, Int32Array, IntpArray, IntpArray]:
     """Append each row's new tokens, up to the token that ends its request.
 
     Accepted tokens after the end are overshoot and dropped here; their KV is freed with the lease,
-    which offers the cache only the known tokens. Returns the number of appended tokens, and the
-    number of rows with non-finite results.
+    which offers the cache only the known tokens. Returns
+
+    - the number of appended tokens, and the number of rows with non-finite results;
+    - the joint rows that gained one token and nothing else, int64[m], the token of each, int32[m],
+      and the bounds of each rank's part;
+    - the indices of all other rows that gained tokens.
 
     Args:
         launched: LAUNCHED[n] of a step; `num_gained` and `end` are filled in. A row with another
             epoch now gains nothing.
+        bounds: int64[ranks + 1], the bounds of each rank's part of `launched`.
         new_tokens: int32[n, w], padded with negative values; NON_FINITE comes first in a failed
             row.
         records: ROW of all joint rows.
@@ -179,71 +185,50 @@ def append(
         tokens, latest: columns of `RowColumns`.
         stop_ids: the columns of `RowColumns.stop_ids` to check.
     """
-    num_tokens, num_failed, width = 0, 0, new_tokens.shape[1]
-    assert len(new_tokens) == len(launched)
-    assert len(records) == len(epoch) == len(tokens) == len(latest) == len(stop_ids)
-    for i in range(len(launched)):
-        step, number = launched[i], launched[i].row
-        assert 0 <= number < len(records)
-        count, end = 0, GOES_ON
-        if new_tokens[i, 0] == NON_FINITE:
-            end = FAILED
-            num_failed += 1
-        elif step.samples and epoch[number] == step.epoch:
-            row = records[number]
-            length, min_len, max_len = row.known_len, row.min_len, row.max_len
-            assert 0 <= length < max_len <= tokens.shape[1]
-            while end == GOES_ON and count < width and (count == 0 or new_tokens[i, count] >= 0):
-                token = new_tokens[i, count]
-                place = length % TOKEN_BLOCK
-                latest[number, place] = token
-                if place == TOKEN_BLOCK - 1:
-                    for j in range(TOKEN_BLOCK):
-                        tokens[number, length - place + j] = latest[number, j]
-                length += 1
-                count += 1
-                if length >= max_len:
-                    end = TOO_LONG
-                if length > min_len:
-                    for j in range(stop_ids.shape[1]):
-                        if stop_ids[number, j] == token:
-                            end = STOPPED
-            row.known_len = length
-        step.num_gained, step.end = count, end
-        num_tokens += count
-    return num_tokens, num_failed
-
-
-@compiled(
-    "(launched[::1], int64[::1], int32[:, ::1], row[::1])",
-    launched=LAUNCHED,
-    row=ROW,
-)
-def split_gains(
-    launched: Records, bounds: IntpArray, new_tokens: Int32Array, records: Records
-) -> tuple[RowIndex, Int32Array, IntpArray, IntpArray]:
-    """Split the rows that gained tokens in `append`, called before with the same arrays.
-
-    Returns the joint rows that gained one token and nothing else, int64[m], the token of each, and
-    the bounds of each rank's part; and the indices of the other rows. `bounds` are of all rows.
-    """
-    num_rows = len(launched)
-    assert len(new_tokens) == num_rows == bounds[len(bounds) - 1]
-    rows, tokens = np.empty(num_rows, np.int64), np.empty(num_rows, np.int32)
+    num_rows, width = new_tokens.shape
+    plain, plain_tokens = np.empty(num_rows, np.int64), np.empty(num_rows, np.int32)
     detailed, plain_bounds = np.empty(num_rows, np.int64), np.zeros_like(bounds)
-    num_plain = num_detailed = 0
+    num_tokens = num_failed = num_plain = num_detailed = 0
+    assert len(launched) == num_rows == bounds[len(bounds) - 1]
+    assert len(records) == len(epoch) == len(tokens) == len(latest) == len(stop_ids)
     for rank in range(len(bounds) - 1):
         for i in range(bounds[rank], bounds[rank + 1]):
-            step = launched[i]
-            if step.num_gained == 0:
-                continue
-            assert 0 <= step.row < len(records)
-            row = records[step.row]
-            if step.num_gained > 1 or step.end != GOES_ON or row.is_unsent or row.return_logprob:
+            step, number = launched[i], launched[i].row
+            assert 0 <= number < len(records)
+            row = records[number]
+            count, end = 0, GOES_ON
+            if new_tokens[i, 0] == NON_FINITE:
+                end = FAILED
+                num_failed += 1
+            elif step.samples and epoch[number] == step.epoch:
+                length, min_len, max_len = row.known_len, row.min_len, row.max_len
+                assert 0 <= length < max_len <= tokens.shape[1]
+                while (
+                    end == GOES_ON and count < width and (count == 0 or new_tokens[i, count] >= 0)
+                ):
+                    token = new_tokens[i, count]
+                    place = length % TOKEN_BLOCK
+                    latest[number, place] = token
+                    if place == TOKEN_BLOCK - 1:
+                        for j in range(TOKEN_BLOCK):
+                            tokens[number, length - place + j] = latest[number, j]
+                    length += 1
+                    count += 1
+                    if length >= max_len:
+                        end = TOO_LONG
+                    if length > min_len:
+                        for j in range(stop_ids.shape[1]):
+                            if stop_ids[number, j] == token:
+                                end = STOPPED
+                row.known_len = length
+            step.num_gained, step.end = count, end
+            num_tokens += count
+            if count > 1 or (count and (end != GOES_ON or row.is_unsent or row.return_logprob)):
                 detailed[num_detailed] = i
                 num_detailed += 1
-            else:
-                rows[num_plain], tokens[num_plain] = step.row, new_tokens[i, 0]
+            elif count:
+                plain[num_plain], plain_tokens[num_plain] = number, new_tokens[i, 0]
                 num_plain += 1
         plain_bounds[rank + 1] = num_plain
-    return rows[:num_plain], tokens[:num_plain], plain_bounds, detailed[:num_detailed]
+    plain, plain_tokens = plain[:num_plain], plain_tokens[:num_plain]
+    return num_tokens, num_failed, plain, plain_tokens, plain_bounds, detailed[:num_detailed]

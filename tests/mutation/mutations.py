@@ -628,8 +628,8 @@ MUTATIONS = (
     Mutation(
         "keep the overshoot past a stop",
         _LAUNCHED,
-        "while end == GOES_ON and count < width and (",
-        "while count < width and (",
+        "end == GOES_ON and count < width and (",
+        "count < width and (",
     ),
     Mutation(
         "leave the committed length behind the accepted drafts",
@@ -1958,7 +1958,7 @@ MUTATIONS = (
     Mutation(
         "wait for a better rank though it has room",
         _LINES,
-        "if deferred_rank != _NO_RANK and not is_open[deferred_rank]:",
+        "if deferred_rank != _NO_RANK and not rooms[deferred_rank].is_open:",
         "if deferred_rank != _NO_RANK:",
     ),
     Mutation(
@@ -2030,26 +2030,26 @@ MUTATIONS = (
     Mutation(
         "look no further than the first requests",
         _ADMISSION_ORDER,
-        "part, rest = _sorted_part(rest, keys, most)",
-        "part, rest = _sorted_part(rest, keys, most)[0], rest[:0]",
+        "        lines, own = lines[~is_first], own[~is_first]\n",
+        "        return\n",
     ),
     Mutation(
         "try the first requests twice",
         _ADMISSION_ORDER,
-        "lines, rest, own = lines[is_first], lines[~is_first], own[is_first]",
-        "lines, rest, own = lines[is_first], lines, own[is_first]",
+        "        lines, own = lines[~is_first], own[~is_first]\n",
+        "",
     ),
     Mutation(
         "leave out requests behind the first ones",
         _ADMISSION_ORDER,
-        'return lines[own.argsort(kind="stable")], rest',
-        'return lines[own.argsort(kind="stable")][:most], rest',
+        '    yield lines[own.argsort(kind="stable")]',
+        '    yield lines[own.argsort(kind="stable")][:_FIRST_PART]',
     ),
     Mutation(
         "try the first requests by their lines",
         _ADMISSION_ORDER,
-        'return lines[own.argsort(kind="stable")], rest',
-        "return lines, rest",
+        '    yield lines[own.argsort(kind="stable")]',
+        "    yield lines",
     ),
     Mutation(
         "learn of no prefix that is cached later",
@@ -3766,9 +3766,9 @@ MUTATIONS = (
     ),
     Mutation(
         "chunks: find the tokens of candidates on another rank",
-        _FITS,
-        "rooms[ranks[k]], least[k, line]\n            if num_pages < NEVER",
-        "rooms[k], least[k, line]\n            if num_pages < NEVER",
+        _LINES,
+        "has_tokens = np.int32(num_tokens[line] - cached[line] * page_size) <= most",
+        "has_tokens = np.int32(num_tokens[line] - cached_pages[0, line] * page_size) <= most",
     ),
     Mutation(
         "awaited: keep the key of the page behind a part that is published",

@@ -52,8 +52,9 @@ def append(columns: RowColumns, samples: list[bool], tokens: np.ndarray) -> Reco
     """Rows 1 and 4, of a rank each, gain `tokens` int32[2, w] in a step that samples `samples`."""
     rows = np.zeros(2, LAUNCHED)
     rows["row"], rows["samples"] = (1, 4), samples
-    num_tokens, num_failed = in_flight_rows.append(
+    num_tokens, num_failed, *_ = in_flight_rows.append(
         rows,
+        np.array([0, 1, 2]),
         tokens,
         columns.records,
         np.zeros(len(columns.records), np.int32),

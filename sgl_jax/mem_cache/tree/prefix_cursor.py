@@ -18,6 +18,7 @@ from sgl_jax.mem_cache.tree_node import TreeNode
 
 LIVE = -1  # value in the column `above`
 NO_CURSOR = -1  # value in the column `parent`
+_BLOCK = 64  # tokens compared together
 
 # `key_at(start, tokens, namespace)` returns the key under which a node that ends at `start` lists
 # the child that continues with `tokens`.
@@ -167,8 +168,14 @@ class CursorColumns:
 
 @compiled("(int32[::1], int32[::1])")
 def common_prefix_len(a: Int32Array, b: Int32Array) -> int:
-    size = min(len(a), len(b))
-    for i in range(size):
-        if a[i] != b[i]:
-            return i
-    return size
+    size, start = min(len(a), len(b)), 0
+    while start + _BLOCK <= size:  # without branches within a block: several tokens at once
+        difference = np.int32(0)
+        for i in range(start, start + _BLOCK):
+            difference |= a[i] ^ b[i]
+        if difference:
+            break
+        start += _BLOCK
+    while start < size and a[start] == b[start]:
+        start += 1
+    return start

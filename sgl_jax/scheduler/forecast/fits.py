@@ -369,50 +369,6 @@ def find_fits(
 
 
 @compiled(
-    "(int64[::1], rooms[::1], int64[::1], int32[:, ::1], needs[::1], int32[::1], boolean[:, ::1])",
-    rooms=ROOM,
-    needs=NEED,
-)
-def with_tokens(
-    lines: IntpArray,
-    rooms: Rooms,
-    ranks: IntpArray,
-    least: Int32Array,
-    needs: Needs,
-    tenant: Int32Array,
-    open_tenants: BoolArray,
-) -> IntpArray:
-    """Return the lines for which any rank has prompt tokens: int64[n], in the order of `lines`.
-    `least`, int32[len(ranks), lines], are the pages that a line takes with its cached prefix in
-    use; `open_tenants`, bool[all ranks, tenants], are not bound by `ROOM.most_tokens`."""
-    found, num_found = np.empty(len(lines), np.intp), 0
-    num_ranks, end = least.shape
-    assert num_ranks == len(ranks)
-    assert end <= len(needs)
-    assert end <= len(tenant)
-    for k in range(num_ranks):
-        assert 0 <= ranks[k] < len(rooms) == len(open_tenants)
-    for i in range(len(lines)):
-        line = lines[i]
-        assert 0 <= line < end
-        assert 0 <= tenant[line] < open_tenants.shape[1]
-        need = needs[line]
-        for k in range(num_ranks):
-            room, num_pages = rooms[ranks[k]], least[k, line]
-            if num_pages < NEVER and _has_tokens(
-                need.priority,
-                need.tokens - (need.pages - num_pages) * room.page_size,
-                room.floor,
-                room.most_tokens,
-                open_tenants[ranks[k], tenant[line]],
-            ):
-                found[num_found] = line
-                num_found += 1
-                break
-    return found[:num_found]
-
-
-@compiled(
     "(int64[::1], int64, rooms[::1], int64[::1], int32[:, ::1], boolean[:, ::1], needs[::1], "
     "int32[::1], boolean[:, ::1], int32[::1], int64, int32[:, ::1], float64[:, :, ::1], "
     "int64[::1])",

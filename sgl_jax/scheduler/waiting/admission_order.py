@@ -20,7 +20,6 @@ from sgl_jax.scheduler.forecast.fits import (
     Rooms,
     find_fits,
     next_line,
-    with_tokens,
 )
 from sgl_jax.scheduler.forecast.output_lengths import MOMENTS, OutputLengths
 from sgl_jax.scheduler.preemption import Preemptible
@@ -101,7 +100,7 @@ class AdmissionOrder:
         columns = self._columns
         end = columns.end
         ranks = (offer.rooms["is_open"] | offer.may_preempt).nonzero()[0]
-        least = self._least_pages(offer.rooms, ranks, step)
+        least = self._least_pages(offer, ranks, step)
         preempts = self._find_preempting(ranks, least, preemptible, threshold)
         turns, skip_count = self._tenants.turns(), columns.skip_count[:end]
         if turns is not None and turns.is_lagging.any():
@@ -110,7 +109,7 @@ class AdmissionOrder:
         keys = self._order_keys(least, turns, skip_count >= self._max_skip_count, levels)
         in_use = np.full(least.shape, -1, np.int32)
         in_use_at: list[dict[int, int]] = [{} for _ in ranks]
-        for order in self._sorted_parts(keys, offer, ranks, least):
+        for order in _sorted_parts(keys):
             index = 0
             while True:
                 index, found = next_line(
@@ -151,33 +150,15 @@ class AdmissionOrder:
                 while offer.passed_by:
                     least[:, self._alike(offer.passed_by.pop())] = NEVER
 
-    def _sorted_parts(
-        self, keys: Int64Array, offer: Offer, ranks: IntpArray, least: Int32Array
-    ) -> Iterator[IntpArray]:
-        """Yield the lines that have a key in the order of their keys, in two parts. Usually only
-        the first part is tried, or no rank has prompt tokens left for the second."""
-        columns, rest = self._columns, (keys != LAST).nonzero()[0]
-        for most in (_FIRST_PART, len(rest)):
-            rest = with_tokens(
-                rest,
-                offer.rooms,
-                ranks,
-                least,
-                columns.needs,
-                columns.tenant,
-                offer.open_tenants,
-            )
-            part, rest = _sorted_part(rest, keys, most)
-            yield part
-
-    def _least_pages(self, rooms: Rooms, ranks: IntpArray, step: int) -> Int32Array:
+    def _least_pages(self, offer: Offer, ranks: IntpArray, step: int) -> Int32Array:
         """Return int32[len(ranks), end], minimum pages of each line; `NEVER` if it may not
         start."""
         columns, end = self._columns, self._columns.end
         least: Int32Array = least_pages(
             end,
             ranks,
-            rooms["is_open"],
+            offer.rooms,
+            offer.open_tenants,
             step,
             columns.is_waiting,
             columns.awaits_event,
@@ -185,7 +166,7 @@ class AdmissionOrder:
             columns.stay_until,
             columns.stay_rank,
             columns.may_run,
-            rooms["floor"],
+            columns.tenant,
             columns.needs,
             columns.cached_pages,
         )
@@ -288,11 +269,13 @@ class AdmissionOrder:
         return order
 
 
-def _sorted_part(lines: IntpArray, keys: Int64Array, most: int) -> tuple[IntpArray, IntpArray]:
-    """Return about `most` of the lines with the lowest keys, sorted, and the rest. Lines with equal
-    keys stay together, in the same order on every host."""
-    own, rest = keys[lines], lines[:0]
-    if len(lines) > most:
-        is_first = own <= np.partition(own, most)[most]
-        lines, rest, own = lines[is_first], lines[~is_first], own[is_first]
-    return lines[own.argsort(kind="stable")], rest
+def _sorted_parts(keys: Int64Array) -> Iterator[IntpArray]:
+    """Yield the lines that have a key in the order of their keys, in two parts: usually only the
+    first is tried. Lines with equal keys stay together, in the same order on every host."""
+    lines = (keys != LAST).nonzero()[0]
+    own = keys[lines]
+    if len(lines) > _FIRST_PART:
+        is_first = own <= np.partition(own, _FIRST_PART)[_FIRST_PART]
+        yield lines[is_first][own[is_first].argsort(kind="stable")]
+        lines, own = lines[~is_first], own[~is_first]
+    yield lines[own.argsort(kind="stable")]

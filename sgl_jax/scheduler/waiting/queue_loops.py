@@ -7,7 +7,7 @@ import numpy as np
 
 from sgl_jax.core.compiled import compiled
 from sgl_jax.core.step_plan import BoolArray, Int32Array, IntpArray
-from sgl_jax.scheduler.forecast.fits import NEED, Float64Array, Int64Array, Needs
+from sgl_jax.scheduler.forecast.fits import NEED, ROOM, Float64Array, Int64Array, Needs, Rooms
 from sgl_jax.scheduler.waiting.wait_reason import WaitKind
 
 _NEVER = np.iinfo(np.int32).max  # pages that no rank has
@@ -47,6 +47,8 @@ def read_cursors(
     for line in range(len(cursor)):
         assert 0 <= cursor[line] < len(above)
         number = np.uint32(cursor[line])  # without a sign, an index needs no test for it
+        for _ in range(2):  # most are at most two below: without branches
+            number = np.uint32(above[number]) if above[number] >= 0 else number
         while above[number] >= 0:
             number = np.uint32(above[number])
         cached_pages[line] = usable_pages[number]
@@ -90,11 +92,11 @@ def most_cached(
 ) -> None:
     """Write to `most` each line's pages on the rank with the most where it may run."""
     assert end <= len(most)
-    for line in range(start, end):
-        most[line] = 0
-        for dp_rank in range(len(may_run)):
-            if may_run[dp_rank, line]:
-                most[line] = max(most[line], cached_pages[dp_rank, line])
+    most[start:end] = 0
+    for dp_rank in range(len(may_run)):
+        may_run_here, cached = may_run[dp_rank], cached_pages[dp_rank]
+        for line in range(start, end):  # without branches: several lines at once
+            most[line] = max(most[line], cached[line] if may_run_here[line] else 0)
 
 
 @compiled("(boolean[::1], int32[:], int32[::1], int32[::1], int32[::1], int32[::1])")
@@ -154,14 +156,16 @@ def drop_leaders(
 
 
 @compiled(
-    "(int64, int64[::1], boolean[:], int64, boolean[::1], boolean[::1], boolean[::1], int64[::1], "
-    "int32[::1], boolean[:, ::1], int64[:], needs[::1], int32[:, ::1])",
+    "(int64, int64[::1], rooms[::1], boolean[:, ::1], int64, boolean[::1], boolean[::1], "
+    "boolean[::1], int64[::1], int32[::1], boolean[:, ::1], int32[::1], needs[::1], int32[:, ::1])",
+    rooms=ROOM,
     needs=NEED,
 )
 def least_pages(
     end: int,
     ranks: IntpArray,
-    is_open: BoolArray,
+    rooms: Rooms,
+    open_tenants: BoolArray,
     step: int,
     is_waiting: BoolArray,
     awaits_event: BoolArray,
@@ -169,44 +173,54 @@ def least_pages(
     stay_until: Int64Array,
     stay_rank: Int32Array,
     may_run: BoolArray,
-    floor: Int64Array,
+    tenant: Int32Array,
     needs: Needs,
     cached_pages: Int32Array,
 ) -> Int32Array:
-    """Return the minimum pages of each line on each of the open `ranks`, int32[len(ranks), end].
+    """Return the minimum pages of each line on each of the `ranks`, int32[len(ranks), end].
 
     These assume that all of its cached prefix is in use; `fits.NEVER` if it may not start in this
     step. A request that starts in this step may allow other lines to share more cached pages, but
-    takes more room than that.
+    takes more room than that, and leaves no more prompt tokens.
 
     Args:
-        is_open: bool[all ranks]; a line deferred to a rank is tried once that has room.
+        rooms: ROOM[all ranks]; a line deferred to a rank is tried once that is open.
+        open_tenants: bool[all ranks, tenants], not bound by `ROOM.most_tokens`.
         step: the step being planned. The following parameters are the queue's columns.
-        floor: int64[all ranks]; a line starts there only if its priority is above.
     """
     least = np.empty((len(ranks), end), np.int32)
     num_pages, stays = np.empty(end, np.int32), np.empty(end, np.int32)
-    priority = np.empty(end, np.int64)
+    num_tokens, priority = np.empty(end, np.int32), np.empty(end, np.int64)
     assert end <= len(is_waiting)
     assert end <= len(needs)
-    assert len(is_open) == len(floor)
+    assert len(rooms) == len(open_tenants)
     for line in range(end):
         deferred_rank = stay_rank[line] if stay_until[line] > step else _NO_RANK
-        assert deferred_rank < len(is_open)
+        assert deferred_rank < len(rooms)
         is_tried = is_waiting[line] and not awaits_event[line] and not has_leader[line]
-        if deferred_rank != _NO_RANK and not is_open[deferred_rank]:
+        if deferred_rank != _NO_RANK and not rooms[deferred_rank].is_open:
             is_tried = False
-        num_pages[line] = needs[line].pages if is_tried else _NEVER
-        stays[line], priority[line] = deferred_rank, needs[line].priority
+        need = needs[line]
+        num_pages[line] = need.pages if is_tried else _NEVER
+        stays[line], priority[line], num_tokens[line] = deferred_rank, need.priority, need.tokens
     for k in range(len(ranks)):
         rank = ranks[k]
         assert 0 <= rank < len(may_run)
         own, may_run_here, cached = least[k], may_run[rank], cached_pages[rank]
+        floor, is_open_tenant = rooms[rank].floor, open_tenants[rank]
+        page_size, most = np.int32(rooms[rank].page_size), np.int32(rooms[rank].most_tokens)
+        has_open_tenant = is_open_tenant.any()
         for line in range(end):  # without branches: several lines at once
             may_stay = (stays[line] == _NO_RANK) | (stays[line] == rank)
-            may_take = may_stay & may_run_here[line] & (priority[line] > floor[rank])
-            may_take &= num_pages[line] < _NEVER
+            may_take = may_stay & may_run_here[line] & (num_pages[line] < _NEVER)
+            has_tokens = np.int32(num_tokens[line] - cached[line] * page_size) <= most
+            may_take &= priority[line] > floor + 1 - (has_tokens | has_open_tenant)
             own[line] = num_pages[line] - cached[line] if may_take else _NEVER
+        for line in range(end if has_open_tenant else 0):
+            assert 0 <= tenant[line] < len(is_open_tenant)
+            is_bound = priority[line] == floor + 1 and not is_open_tenant[tenant[line]]
+            if is_bound and num_tokens[line] - cached[line] * page_size > most:
+                own[line] = _NEVER
     return least
 
 
