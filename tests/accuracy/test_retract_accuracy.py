@@ -13,7 +13,7 @@ import pytest
 
 from tests.accuracy import workload
 from tests.accuracy.near_ties import greedy
-from tests.accuracy.served_models import DENSE, HYBRID, ServedModel
+from tests.accuracy.served_models import DENSE, ServedModel
 from tests.accuracy.variants import SOME, Variant, variants
 from tests.accuracy.workload import Outcome
 from tests.live.live_server import LiveServer, live_server
@@ -28,8 +28,7 @@ CASES = [
         id=f"{model.name}-{variant.name}",
         marks=() if (model, variant) in DEFAULT else pytest.mark.long,
     )
-    for model in (DENSE, HYBRID)
-    for variant in variants(model.draft_layer)
+    for model, variant in variants()
 ]
 
 

@@ -1,11 +1,13 @@
 """The ways a server can be run that must not change what it answers, and which of them to try.
 
-In `SOME` every value of every axis occurs, except the larger chunks.
+In `SOME` every value of every axis occurs, except the larger chunks and drafts of a layer.
 """
 
-import itertools
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from tests.accuracy.served_models import DENSE, HYBRID, ServedModel
+from tests.support.covering import covering
 
 EAGLE3_HEAD = Path(__file__).parents[2] / "models" / "demo_eagle3"
 
@@ -70,9 +72,11 @@ COMMON_FLAGS = (
     *("--served-model-name", "demo", "--context-length", "1280", "--max-running-requests", "8"),
     *("--check-memory", "busy", "--memory-error-action", "crash", "--decode-log-interval", "0"),
 )
+LAYER = "a draft layer"
+# The reference has chunks of 128.
 AXES: tuple[tuple[Any, ...], ...] = (
-    *((1, 16), (True, False), (32, 128, 1024), (True, False), (1, 2)),
-    ("none", "NGRAM"),
+    *((1, 16), (True, False), (32, 1024), (True, False), (1, 2)),
+    ("none", "NGRAM", LAYER),
 )
 SOME = (
     Variant(1, True, 32, True, 2, "NGRAM"),
@@ -82,29 +86,15 @@ SOME = (
 REFERENCE = Variant(16, False, 128, False, 1, "none")
 
 
-def variants(draft_layer: str) -> list[Variant]:
-    """Return variants in which every three values of different axes occur together.
+def variants() -> list[tuple[ServedModel, Variant]]:
+    """Return models and variants: every three settings occur together, the model being one.
 
-    A covering array of strength 3: a greedy choice, from `SOME`, of the variant that adds the most
-    triples. It has a seventh of the variants of the whole product, which takes hours.
-
-    Args:
-        draft_layer: the third speculative algorithm, MTP or EAGLE3.
+    The whole product has 192 and takes hours.
     """
-    *others, speculation = AXES
-    product = [Variant(*v) for v in itertools.product(*others, (*speculation, draft_layer))]
-    uncovered = set().union(*map(_triples, product))
-    chosen: list[Variant] = []
-    for variant in SOME:
-        chosen.append(variant)
-        uncovered -= _triples(variant)
-    while uncovered:
-        chosen.append(max(product, key=lambda v: len(_triples(v) & uncovered)))
-        uncovered -= _triples(chosen[-1])
+    rows = covering(((DENSE, HYBRID), *AXES), 3, [(DENSE, *variant) for variant in SOME])
+    found = [
+        (model, Variant(*rest, model.draft_layer if speculation == LAYER else speculation))
+        for model, *rest, speculation in rows
+    ]
     # Variants of the same shapes follow each other and share what was compiled.
-    return sorted(chosen, key=lambda v: (v.page_size, v.chunk, v.dp, v.speculation))
-
-
-def _triples(variant: Variant) -> set[tuple[tuple[int, object], ...]]:
-    """Return the sets of three settings in `variant`, each with the number of its axis."""
-    return {*itertools.combinations(enumerate(variant), 3)}
+    return sorted(found, key=lambda own: (own[0].name, own[1].page_size, own[1].chunk, own[1].dp))

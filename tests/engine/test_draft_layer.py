@@ -16,6 +16,7 @@ from sgl_jax.replay.__main__ import main as replay
 from tests.models.eagle3_reference import HEAD_CONFIG, head_weights, write_checkpoint
 from tests.models.golden_server import GOLDEN
 from tests.models.latent_draft_reference import write_drafting_checkpoint
+from tests.support.covering import covering
 
 MODELS = Path(__file__).parents[2] / "models"
 SETTINGS: dict[str, Any] = {
@@ -33,23 +34,6 @@ MTP = DRAFTS | {"speculative_algorithm": "MTP"}
 EAGLE3 = DRAFTS | {
     "speculative_algorithm": "EAGLE3",
     "speculative_draft_model_path": str(MODELS / "demo_eagle3"),
-}
-HOST_MEMORY = {
-    "enable_hierarchical_cache": True,
-    "hicache_fetch_policy": "always",
-    "max_total_tokens": 320,
-    "max_running_requests": 2,
-}
-RETRACT = {"test_retract": True, "test_retract_interval": 3}
-CASES: dict[str, dict[str, Any]] = {
-    "retract": RETRACT,
-    "two ranks, pages of 1": {"dp_size": 2, "page_size": 1},
-    "two chips": {"tp_size": 2, "page_size": 16},
-    "no overlap": {"disable_overlap_schedule": True},
-    "no tree": {"disable_radix_cache": True, "chunked_prefill_size": 8},
-    "host's memory": HOST_MEMORY,
-    "a store": HOST_MEMORY
-    | {"hicache_storage_backend": "file", "hicache_storage_prefetch_policy": "wait_complete"},
 }
 SCHEMA = json.dumps(
     {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}
@@ -93,6 +77,42 @@ def windows(folder: Path) -> Drafting:
     head = write_checkpoint(folder, config, head_weights())
     settings = EAGLE3 | {"speculative_draft_model_path": str(head)}
     return Drafting(GOLDEN / "gpt_oss", settings, is_trained=False)
+
+
+MODELS_THAT_DRAFT = {make.__name__: make for make in (mtp, eagle3, latents, windows)}
+SETTINGS_OF: tuple[dict[str, dict[str, Any]], ...] = (
+    {
+        "a tree": {},
+        "no tree": {"disable_radix_cache": True, "chunked_prefill_size": 8},
+        "a store": {
+            "enable_hierarchical_cache": True,
+            "hicache_fetch_policy": "always",
+            "hicache_storage_backend": "file",
+            "hicache_storage_prefetch_policy": "wait_complete",
+            "max_total_tokens": 320,
+            "max_running_requests": 2,
+        },
+    },
+    {"one rank": {}, "two ranks": {"dp_size": 2}},
+    {"one chip": {}, "two chips": {"tp_size": 2}},
+    {f"pages of {size}": {"page_size": size} for size in (1, 4, 16)},
+    {"overlap": {}, "no overlap": {"disable_overlap_schedule": True}},
+    {"calm": {}, "retracts": {"test_retract": True, "test_retract_interval": 3}},
+)
+
+
+def cases() -> list[Any]:
+    """Return models and settings of which every two occur together, a model's in sequence."""
+    found = []
+    for model, *names in sorted(
+        covering([list(axis) for axis in (MODELS_THAT_DRAFT, *SETTINGS_OF)], 2)
+    ):
+        settings: dict[str, Any] = {}
+        for own, name in zip(SETTINGS_OF, names, strict=True):
+            settings |= own[name]
+        id_ = ", ".join((model, *names))
+        found.append(pytest.param(MODELS_THAT_DRAFT[model], settings, id=id_))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -141,15 +161,12 @@ def expected(drafting: Drafting) -> Iterator[list[list[int]]]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(
-    "drafting", [mtp, eagle3, latents, windows], ids=lambda make: make.__name__, indirect=True
-)
+@pytest.mark.parametrize(("drafting", "more"), cases(), indirect=["drafting"])
 def test_a_draft_layer_changes_no_answer(
-    drafting: Drafting, case: str, expected: list[list[int]], tmp_path: Path
+    drafting: Drafting, more: dict[str, Any], expected: list[list[int]], tmp_path: Path
 ) -> None:
     recording = str(tmp_path / "run.events")
-    settings = SETTINGS | {"model_path": str(drafting.model)} | drafting.settings | CASES[case]
+    settings = SETTINGS | {"model_path": str(drafting.model)} | drafting.settings | more
     if "hicache_storage_backend" in settings:
         settings["hicache_storage_dir"] = str(tmp_path / "store")
     with Engine(**settings, record_events=recording) as engine:
@@ -159,5 +176,5 @@ def test_a_draft_layer_changes_no_answer(
         counters = engine.server_info()["counters"]
     least = 0.4 if drafting.is_trained else 0.0
     assert counters["accepted_draft_tokens"] > least * counters["drafted_tokens"]
-    assert (counters["requests_force_retracted"] > 0) == ("test_retract" in CASES[case])
+    assert (counters["requests_force_retracted"] > 0) == ("test_retract" in more)
     assert replay([recording]) == 0

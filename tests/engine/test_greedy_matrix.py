@@ -4,7 +4,6 @@ Every variant runs under a load that does not fit its pool, so that pages are ev
 retracted in the midst of it. A token may differ only at a near tie of the top two logits.
 """
 
-import itertools
 import json
 import random
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.engine.offline import Engine
+from tests.support.covering import covering
 
 VOCAB_SIZE = 256
 NEAR_TIE = 1e-4
@@ -21,7 +21,7 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 AXES = ((1, 16, 128), (64, 2048), (True, False), (True, False), (1, 2), (1, 2))
 
 
-# Every value of every axis occurs in one of these; the others are long.
+# Every value of every axis occurs in one of these, and every three values in all.
 BY_DEFAULT = (
     (1, 2048, False, False, 2, 2),
     (16, 64, True, True, 1, 1),
@@ -29,7 +29,7 @@ BY_DEFAULT = (
 )
 VARIANTS = [
     pytest.param(*values, marks=() if values in BY_DEFAULT else pytest.mark.long)
-    for values in itertools.product(*AXES)
+    for values in covering(AXES, 3, BY_DEFAULT)
 ]
 
 

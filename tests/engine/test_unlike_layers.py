@@ -7,16 +7,20 @@ import pytest
 
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.engine.offline import Engine
+from tests.support.covering import covering
 from tests.support.long import long
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 
-# By default two pools, two groups in one pool, and states.
-LATENTS = ("deepseek_v3", *long("deepseek_v2_lite", "deepseek_v2", "kimi_k2"))
-FAMILIES = ("gemma3", "gpt_oss", *LATENTS, *long("qwen3_moe_mixed", "mistral", "qwen2_windows"))
+# What these cache is cached by deepseek_v3, gpt_oss or gemma3, too: each is served once.
+SIMILAR = (
+    *("deepseek_v2_lite", "deepseek_v2", "kimi_k2"),
+    *("qwen3_moe_mixed", "mistral", "qwen2_windows"),
+)
 STATES = ("qwen3_5", "qwen3_next", "qwen3_5_moe")
-WITH_STATES = (STATES[0], *long(*STATES[1:]))
+RANKS = {"dp_size": 2, "tp_size": 2, "page_size": 1}
+CHIPS = {"tp_size": 2, "page_size": 128}
 
 
 def golden(family, name="golden"):
@@ -40,16 +44,17 @@ def greedy(num_tokens):
     return SamplingParams(temperature=0.0, max_new_tokens=num_tokens, ignore_eos=True)
 
 
-@pytest.mark.parametrize("family", [*long("gemma3", "gpt_oss"), *FAMILIES[2:], *WITH_STATES])
 @pytest.mark.parametrize(
-    "settings",
+    "case",
     [
-        pytest.param({"tp_size": 2, "page_size": 128}, marks=pytest.mark.long),
-        {"dp_size": 2, "tp_size": 2, "page_size": 1},
+        *[(family, RANKS) for family in ("deepseek_v3", STATES[0])],
+        *long(*[(family, RANKS) for family in ("gemma3", "gpt_oss", *SIMILAR, *STATES[1:])]),
+        *long(*[(family, CHIPS) for family in ("gemma3", "gpt_oss", "deepseek_v3", STATES[0])]),
     ],
     ids=str,
 )
-def test_unlike_layers_are_served(family, settings):
+def test_unlike_layers_are_served(case):
+    family, settings = case
     prompt, expected = golden(family)
     with make_engine(family, **settings) as engine:
         prompts = [prompt, prompt + expected[:3]]
@@ -60,7 +65,7 @@ def test_unlike_layers_are_served(family, settings):
 
 # By default test_windows_and_states has the same of a model with states, and retracted requests go
 # on from the cache.
-@pytest.mark.parametrize("family", [*long("gpt_oss", "gemma3"), *FAMILIES[2:]])
+@pytest.mark.parametrize("family", ["deepseek_v3", *long("gpt_oss", "gemma3")])
 def test_what_goes_on_from_the_cache_is_what_was_computed_without(family):
     prompt, expected = golden(family)
     with make_engine(family) as engine:
@@ -103,7 +108,7 @@ def test_drafts_that_are_refused_leave_the_state_of_what_is_kept(family):
     assert answers[1].output_ids == plain.output_ids
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", *long("gemma3", *STATES), *FAMILIES[2:]])
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", *long("gemma3", *STATES)])
 def test_retracted_requests_end_as_if_they_had_not_been(family):
     prompt, expected = golden(family)
     with make_engine(family, test_retract=True, page_size=4) as engine:
@@ -114,42 +119,38 @@ def test_retracted_requests_end_as_if_they_had_not_been(family):
     assert answers[2].output_ids[: len(expected) - 3] == expected[3:]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("family", STATES)
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"page_size": 1},
-        {"page_size": 128},
-        {"tp_size": 2},
-        {"dp_size": 2},
-        {"dp_size": 2, "speculative_algorithm": "NGRAM", "test_retract": True},
-        {"speculative_algorithm": "NGRAM"},
-        {"recurrent_snapshot_interval": 64},
-        {"test_retract": True},
-    ],
-    ids=str,
+LONG_PROMPTS = covering(
+    (STATES, (1, 16, 128), (1, 2), (1, 2), (None, "NGRAM"), (None, 64), (False, True)), 2
 )
-def test_a_long_prompt_says_the_same_alone_cached_and_in_a_session(family, settings):
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("family", "page_size", "dp", "tp", "drafts", "interval", "retract"), LONG_PROMPTS
+)
+def test_a_long_prompt_says_the_same_alone_cached_and_in_a_session(
+    family, page_size, dp, tp, drafts, interval, retract
+):
     prompt, expected = golden(family, "long")
-    settings = {"max_total_tokens": 1024, "context_length": 256} | settings
+    settings = {"max_total_tokens": 1024, "context_length": 256, "test_retract": retract}
+    settings |= {"page_size": page_size, "dp_size": dp, "tp_size": tp}
+    settings |= {"speculative_algorithm": drafts, "recurrent_snapshot_interval": interval}
     with make_engine(family, **settings) as engine:
         assert say(engine, prompt, len(expected)).output_ids == expected
         cached = say(engine, prompt + expected[:5], len(expected) - 5)
         assert cached.output_ids == expected[5:]
         assert cached.cached_tokens >= 128
-        check_session(engine, prompt, expected, settings.get("page_size", 16))
+        check_session(engine, prompt, expected, page_size)
 
 
-@pytest.mark.parametrize("family", LATENTS)
 @pytest.mark.parametrize(
     "settings",
     [{"page_size": 4}, *long({"dp_size": 2, "page_size": 1, "test_retract": True}, {"tp_size": 2})],
     ids=str,
 )
-def test_a_session_with_latents_says_what_a_whole_prompt_does(family, settings):
-    prompt, expected = golden(family)
-    with make_engine(family, **settings) as engine:
+def test_a_session_with_latents_says_what_a_whole_prompt_does(settings):
+    prompt, expected = golden("deepseek_v3")
+    with make_engine("deepseek_v3", **settings) as engine:
         check_session(engine, prompt, expected, settings.get("page_size", 16))
 
 

@@ -33,18 +33,14 @@ QUICK = {
 }
 LONG = {
     "dp over hosts: text, drafts": Case("demo", 2, 2, 1, (*RETRACTS, *DRAFTS), has_text=True),
-    "tp over hosts: text": Case("demo", 2, 1, 2, has_text=True),
-    "dp x tp, 2 hosts": Case("llama", 2, 2, 2),
     "dp x tp, 4 hosts": Case("llama", 4, 2, 2, (*RETRACTS, *DRAFTS)),
-    "dp, 4 hosts": Case("llama", 4, 4, 1),
     "windows, tp": Case("gpt_oss", 2, 1, 2),
-    "windows, dp, drafts": Case("gpt_oss", 2, 2, 1, (*RETRACTS, *DRAFTS)),
     "states, dp": Case("qwen3_next", 2, 2, 1, (*RETRACTS, *DRAFTS)),
-    "a draft layer, dp": Case("demo_hybrid", 2, 2, 1, (*RETRACTS, *DRAFT_LAYER), has_text=True),
-    "a draft layer, tp": Case("demo_hybrid", 2, 1, 2, (*RETRACTS, *DRAFT_LAYER)),
+    "a draft layer, tp: text": Case(
+        *("demo_hybrid", 2, 1, 2), (*RETRACTS, *DRAFT_LAYER), has_text=True
+    ),
     "latents, experts of all chips": Case("deepseek_v3", 2, 2, 1, (*RETRACTS, "--ep-size", "2")),
     "host's memory, dp x tp": Case("llama", 2, 2, 2, (*RETRACTS, *HOST_MEMORY)),
-    "states, tp": Case("qwen3_next", 2, 1, 2),
     "experts of all chips": Case(
         *("qwen3_moe", 2, 2, 1),
         (*RETRACTS, "--ep-size", "2", "--expert-distribution-recorder-mode", "stat"),

@@ -566,7 +566,7 @@ def sees_its_windows(memory: RankMemory, lease: KVLease, length: int) -> bool:
 @pytest.mark.timeout(7200)
 def test_a_long_run_of_conversations_among_random_events(tmp_path: Path) -> None:
     """`SGL_JAX_EXAMPLES` sets how many runs."""
-    num_examples = int(os.environ.get("SGL_JAX_EXAMPLES", "1500"))
+    num_examples = int(os.environ.get("SGL_JAX_EXAMPLES", "300"))
     num_steps = run_machine(
         tmp_path,
         SessionMachine,

@@ -46,62 +46,48 @@ CONTEXT = 4096
 # Shapes of steps: decode rows alone; decode rows and a prefill chunk.
 STEPS = ("decode", "mixed")
 
-# Model, slice, dp, tp, layers: all of them, or fewer where the slice has not the memory. The loop
-# over layers is compiled once either way.
+# Model, slice, dp, tp, layers and shape: all layers, or fewer where the slice has not the memory.
+# The loop over layers is compiled once either way. Each kind of model has each generation, and its
+# two shapes, one chip and several.
 LAYOUTS = (
-    ("llama-3.1-8b", "v5e-1", 1, 1, 8),
-    ("llama-3.1-8b", "v5e-4", 1, 4, None),
-    ("llama-3.1-8b", "v5e-4", 2, 2, None),
-    ("llama-3.1-8b", "v5p-2", 1, 1, None),
-    ("llama-3.1-8b", "v5p-8", 1, 4, None),
-    ("llama-3.1-8b", "v6e-1", 1, 1, None),
-    ("llama-3.3-70b", "v6e-8", 1, 8, None),
-    ("llama-3.1-8b", "tpu7x-2", 1, 1, None),
-    ("llama-3.1-8b", "tpu7x-2", 1, 2, None),
-    ("llama-3.3-70b", "tpu7x-8", 1, 8, None),
-    ("gemma-3-1b", "v5e-1", 1, 1, None),
-    ("gemma-3-27b", "v5e-8", 1, 8, None),
-    ("gemma-3-27b", "v5p-2", 1, 1, None),
-    ("gemma-3-27b", "v6e-4", 1, 4, None),
-    ("gemma-3-27b", "tpu7x-2", 1, 2, None),
-    ("gpt-oss-20b", "v5e-8", 1, 8, None),
-    ("gpt-oss-20b", "v5p-2", 1, 1, None),
-    ("gpt-oss-20b", "v6e-4", 1, 4, None),
-    ("gpt-oss-20b", "tpu7x-2", 1, 1, None),
-    ("gpt-oss-120b", "v5e-8", 1, 8, 12),
-    ("gpt-oss-120b", "v5p-8", 1, 4, None),
-    ("gpt-oss-120b", "v6e-8", 1, 8, 24),
-    ("gpt-oss-120b", "tpu7x-8", 1, 8, None),
-    ("gpt-oss-120b", "v6e-16", 1, 16, None),
-    ("qwen3-8b", "v6e-1", 1, 1, None),
-    ("qwen3-32b", "v6e-8", 1, 8, None),
-    ("qwen3-30b-a3b", "v5e-1", 1, 1, 4),
-    ("qwen3-30b-a3b", "v5e-4", 1, 4, 24),
-    ("qwen3-30b-a3b", "v5p-2", 1, 1, None),
-    ("qwen3-30b-a3b", "v5p-8", 1, 4, None),
-    ("qwen3-30b-a3b", "v6e-1", 1, 1, 16),
-    ("qwen3-30b-a3b", "v6e-4", 1, 4, None),
-    ("qwen3-30b-a3b", "tpu7x-2", 1, 1, None),
-    ("qwen3-30b-a3b", "tpu7x-8", 1, 4, None),
-    ("qwen3-next-80b-a3b", "v5e-8", 1, 8, 24),
-    ("qwen3-next-80b-a3b", "v5p-8", 1, 4, None),
-    ("qwen3-next-80b-a3b", "v6e-8", 1, 8, None),
-    ("qwen3-next-80b-a3b", "tpu7x-8", 1, 8, None),
+    ("llama-3.1-8b", "v5e-4", 1, 4, None, "decode"),
+    ("llama-3.1-8b", "v5e-4", 2, 2, None, "mixed"),
+    ("llama-3.1-8b", "v5p-2", 1, 1, None, "mixed"),
+    ("llama-3.1-8b", "v6e-1", 1, 1, None, "decode"),
+    ("llama-3.3-70b", "v6e-8", 1, 8, None, "mixed"),
+    ("llama-3.1-8b", "tpu7x-2", 1, 1, None, "decode"),
+    ("gemma-3-1b", "v5e-1", 1, 1, None, "mixed"),
+    ("gemma-3-27b", "v5p-2", 1, 1, None, "decode"),
+    ("gemma-3-27b", "v6e-4", 1, 4, None, "decode"),
+    ("gemma-3-27b", "tpu7x-2", 1, 2, None, "mixed"),
+    ("gpt-oss-20b", "v5e-8", 1, 8, None, "decode"),
+    ("gpt-oss-120b", "v5p-8", 1, 4, None, "mixed"),
+    ("gpt-oss-120b", "v6e-16", 1, 16, None, "decode"),
+    ("gpt-oss-20b", "tpu7x-2", 1, 1, None, "mixed"),
+    ("qwen3-8b", "v6e-1", 1, 1, None, "decode"),
+    ("qwen3-32b", "v6e-8", 1, 8, None, "mixed"),
+    ("qwen3-30b-a3b", "v5e-1", 1, 1, 4, "decode"),
+    ("qwen3-30b-a3b", "v5p-8", 1, 4, None, "mixed"),
+    ("qwen3-30b-a3b", "v6e-1", 1, 1, 16, "mixed"),
+    ("qwen3-30b-a3b", "v6e-4", 1, 4, None, "decode"),
+    ("qwen3-30b-a3b", "tpu7x-2", 1, 1, None, "mixed"),
+    ("qwen3-next-80b-a3b", "v5e-8", 1, 8, 24, "mixed"),
+    ("qwen3-next-80b-a3b", "v5p-8", 1, 4, None, "decode"),
+    ("qwen3-next-80b-a3b", "v6e-8", 1, 8, None, "mixed"),
+    ("qwen3-next-80b-a3b", "tpu7x-8", 1, 8, None, "decode"),
 )
 # All convolutions' states fit into a v5e's vector memory: the compiler takes them there, and back,
 # for each snapshot that is copied.
-COPIES_STATES = {("qwen3-next-80b-a3b", "v5e-8", 8, "mixed")}
+COPIES_STATES = ("qwen3-next-80b-a3b", "v5e-8", 1, 8, 24, "mixed")
 
 
 def _cases():
-    for model, topology, dp, tp, layers in LAYOUTS:
-        for step in STEPS:
-            case = (model, topology, tp, step)
-            marks = [pytest.mark.long]
-            if case in COPIES_STATES:
-                marks.append(pytest.mark.xfail(strict=True, reason="copies 50 MB of states"))
-            name = f"{model}-{topology}-dp{dp}-tp{tp}-{step}"
-            yield pytest.param(model, topology, dp, tp, layers, step, id=name, marks=marks)
+    for layout in LAYOUTS:
+        model, topology, dp, tp, _, step = layout
+        marks = [pytest.mark.long]
+        if layout == COPIES_STATES:
+            marks.append(pytest.mark.xfail(strict=True, reason="copies 50 MB of states"))
+        yield pytest.param(*layout, id=f"{model}-{topology}-dp{dp}-tp{tp}-{step}", marks=marks)
 
 
 def _compile(model, topology_name, dp, tp, step, layers=None, **settings):
@@ -260,7 +246,6 @@ def test_a_layer_that_drafts_copies_nothing(model, topology, tp, step, tmp_path)
         *[
             pytest.param(*case, marks=pytest.mark.long)
             for case in (
-                ("llama-3.3-70b", None, "v6e-8", 8, 1, "decode"),
                 ("llama-3.3-70b", None, "v6e-8", 8, 1, "mixed"),
                 ("llama-3.3-70b", "w8a8_int8", "v6e-8", 8, 1, "mixed"),
                 ("qwen3-32b", "int8", "v5e-8", 8, 1, "mixed"),
@@ -306,25 +291,25 @@ def test_weights_that_a_loop_wants_in_other_tiles_are_found_as_copies():
     assert "bf16[4,2048,2048]" in " ".join(found({}))
 
 
-# Model, slice, dp, tp, ep, copies: whole experts over a rank, and over ranks.
+# Model, slice, dp, tp, ep, copies, shape: whole experts over a rank, and over ranks.
 DEALT_OUT = (
-    ("qwen3-30b-a3b", "v6e-4", 1, 4, 4, 0),
-    ("qwen3-30b-a3b", "v5e-4", 2, 2, 4, 0),
-    ("qwen3-30b-a3b", "v6e-4", 2, 2, 4, 0),
-    ("qwen3-30b-a3b", "v5p-8", 4, 1, 4, 0),
-    ("qwen3-30b-a3b", "tpu7x-8", 2, 2, 4, 0),
-    ("gpt-oss-20b", "v6e-4", 2, 2, 4, 0),
-    ("qwen3-next-80b-a3b", "v6e-8", 1, 8, 8, 0),
-    ("qwen3-30b-a3b", "v6e-4", 1, 4, 4, 8),
-    ("qwen3-30b-a3b", "v6e-4", 2, 2, 4, 8),
+    ("qwen3-30b-a3b", "v6e-4", 1, 4, 4, 0, "decode"),
+    ("qwen3-30b-a3b", "v5e-4", 2, 2, 4, 0, "mixed"),
+    ("qwen3-30b-a3b", "v6e-4", 2, 2, 4, 0, "decode"),
+    ("qwen3-30b-a3b", "v6e-4", 2, 2, 4, 0, "mixed"),
+    ("qwen3-30b-a3b", "v5p-8", 4, 1, 4, 0, "decode"),
+    ("qwen3-30b-a3b", "tpu7x-8", 2, 2, 4, 0, "mixed"),
+    ("gpt-oss-20b", "v6e-4", 2, 2, 4, 0, "decode"),
+    ("qwen3-next-80b-a3b", "v6e-8", 1, 8, 8, 0, "mixed"),
+    ("qwen3-30b-a3b", "v6e-4", 1, 4, 4, 8, "mixed"),
+    ("qwen3-30b-a3b", "v6e-4", 2, 2, 4, 8, "decode"),
 )
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("case", DEALT_OUT, ids=str)
-def test_distributed_experts_are_not_copied_and_ranks_exchange_tokens_alone(case, step):
-    model, topology_name, dp, tp, ep, num_copies = case
+def test_distributed_experts_are_not_copied_and_ranks_exchange_tokens_alone(case):
+    model, topology_name, dp, tp, ep, num_copies, step = case
     layers, settings = read_config(model).layers[:4], {"ep_num_redundant_experts": num_copies}
     engine, program, bucket = _compile(
         model, topology_name, dp, tp, step, layers, ep_size=ep, **settings
@@ -345,7 +330,7 @@ def test_distributed_experts_are_not_copied_and_ranks_exchange_tokens_alone(case
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("step", ["decode", "mixed"])
+@pytest.mark.parametrize("step", STEPS)
 def test_a_cache_of_8_bits_is_neither_copied_nor_converted(step):
     settings = {"kv_cache_dtype": "fp8_e4m3"}
     engine, program, bucket = _compile("llama-3.1-8b", "v6e-1", 1, 1, step, **settings)
@@ -374,12 +359,13 @@ def test_unlike_layers_are_compiled_once_for_a_turn_and_nothing_is_copied():
     assert exchanges == 2 * len(layers) + 1  # the embedding's, too
 
 
-# Model, slice, dp, tp and drafts of a row, with experts over all chips.
+# Model, slice, dp, tp, drafts of a row and shape, with experts over all chips.
 WITH_LATENTS = (
-    ("deepseek-v2-lite", "v6e-4", 4, 1, 0),
-    ("deepseek-v3", "tpu7x-32", 32, 1, 0),
-    ("deepseek-v3", "tpu7x-32", 32, 1, 2),
-    ("deepseek-v3", "v6e-64", 8, 8, 0),
+    ("deepseek-v2-lite", "v6e-4", 4, 1, 0, "mixed"),
+    ("deepseek-v3", "tpu7x-32", 32, 1, 0, "decode"),
+    ("deepseek-v3", "tpu7x-32", 32, 1, 0, "mixed"),
+    ("deepseek-v3", "tpu7x-32", 32, 1, 2, "decode"),
+    ("deepseek-v3", "v6e-64", 8, 8, 0, "decode"),
 )
 # Each step makes these of a layer of DeepSeek-V3 anew: up-projections for the kernel of a chunk,
 # 0.1 % of its time, and the scales of eight experts' blocks in whole rows, 1 % of a decode step.
@@ -387,10 +373,9 @@ MADE_ANEW = {(128, 128, 512), (128, 512, 128), (8, 2048, 56)}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("case", WITH_LATENTS, ids=str)
-def test_layers_with_latents_copy_neither_their_cache_nor_their_weights(case, step):
-    model, topology_name, dp, tp, num_drafts = case
+def test_layers_with_latents_copy_neither_their_cache_nor_their_weights(case):
+    model, topology_name, dp, tp, num_drafts, step = case
     settings = {"ep_size": dp * tp}
     if num_drafts:
         settings |= {"speculative_algorithm": "MTP", "speculative_num_draft_tokens": num_drafts}
