@@ -20,6 +20,7 @@ from sgl_jax.core.errors import FAILED, GROUP_REFUSED, HOST_LOST
 from tests.fault_kit.faults import is_gone
 from tests.multihost.live_group import Host, end, generate, live_group, start_host
 from tests.multihost.machines import Machines, can_cut, machines
+from tests.support.waiting import until
 
 LIMIT_S = 30.0
 CLIENT_S = 45.0  # of a client, more than any fault may take
@@ -169,6 +170,11 @@ def clients(url: str, count: int) -> Iterator[list[int]]:
         thread.join(CLIENT_S)
 
 
+def num_running(url: str) -> int:
+    info = httpx.get(url + "/get_server_info", timeout=30).json()
+    return sum(rank["num_running"] for rank in info["ranks"])
+
+
 def until_logged(host: Host, text: str) -> None:
     deadline = time.monotonic() + 120
     while text not in host.output:
@@ -199,6 +205,6 @@ def test_a_signal_to_any_host_ends_all_after_the_running_requests(
     with live_group(tmp_path, 2, *GROUP_FLAGS) as hosts:
         generate(hosts[0].url, [[5, 6, 7]])
         with clients(hosts[0].url, 4) as answers:
-            time.sleep(0.3)
+            until(lambda: len(answers) + num_running(hosts[0].url) == 4, "all four run")
             assert end(hosts, rank) == [0, 0]
         assert answers == [200] * 4
