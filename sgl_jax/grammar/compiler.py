@@ -19,6 +19,7 @@ from llguidance.numpy import fill_next_token_bitmask
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.grammar import (
+    JSON_RULE,
     Grammar,
     GrammarKind,
     SpecialIds,

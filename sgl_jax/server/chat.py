@@ -31,7 +31,7 @@ from sgl_jax.server.answer_stream import AnswerFormat, StreamGroup, named_event,
 from sgl_jax.server.chat_request import ChatRequest, NamedTool
 from sgl_jax.server.errors import client_names
 from sgl_jax.server.references import References, references_of
-from sgl_jax.server.requests import encode_chat, prompt_requests
+from sgl_jax.server.requests import admit, encode_chat, prompt_requests
 from sgl_jax.text.reader import (
     Arguments,
     CallBegun,
