@@ -139,7 +139,7 @@ class GrammarCompiler:
         if self._tokenizer is None:
             raise InvalidRequestError(f"{grammar.kind}: {self._problem}", grammar.kind)
         try:
-            text = _READERS[grammar.kind](grammar.text, self._prepared, self._special_ids)
+            text = self._converted(grammar.kind, grammar.text)
         except Exception as error:  # the type depends on the reader
             raise _refusal(grammar.kind, str(error)) from error
         if grammar.reasoning is not None:
@@ -152,6 +152,24 @@ class GrammarCompiler:
         if matcher.is_error():
             raise _refusal(grammar.kind, matcher.get_error())
         return matcher
+
+    def _converted(self, kind: GrammarKind, text: str) -> str:
+        """Return a grammar in llguidance's form. Raises an error of any type if it is malformed."""
+        converted: str
+        match kind:
+            case "json_schema":
+                schema = json.loads(text)
+                if not isinstance(schema, dict):
+                    raise ValueError(f"a schema is a JSON object, got {type(schema).__name__}")
+                converted = LLMatcher.grammar_from_json_schema(self._prepared(schema))
+            case "regex":
+                converted = LLMatcher.grammar_from_regex(text)
+            case "ebnf":
+                lark = text if _LARK.search(text) else gbnf_to_lark(text)
+                converted = LLMatcher.grammar_from_lark(lark)
+            case "structural_tag":
+                converted = structural_tag(text, self._prepared, self._special_ids)
+        return converted
 
     def follow(self, matcher: LLMatcher) -> RowGrammar:
         return RowGrammar(matcher.deep_copy(), self._vocab_size, self._eos_token_ids)
@@ -202,25 +220,6 @@ def _refusal(kind: GrammarKind, reason: str) -> InvalidRequestError:
     if _FAULT_OF_JSON.search(lines):
         kind, lines = "json_schema", re.split(r"^at [^:]*: |\n +\d+ \| ", lines)[1]
     return InvalidRequestError(f"{kind}: {lines}", kind)
-
-
-def _json_schema(text: str, prepared: Prepare, special: SpecialIds) -> str:
-    schema = json.loads(text)
-    if not isinstance(schema, dict):
-        raise ValueError(f"a schema is a JSON object, got {type(schema).__name__}")
-    grammar: str = LLMatcher.grammar_from_json_schema(prepared(schema))
-    return grammar
-
-
-def _regex(text: str, prepared: Prepare, special: SpecialIds) -> str:
-    grammar: str = LLMatcher.grammar_from_regex(text)
-    return grammar
-
-
-def _lark(text: str, prepared: Prepare, special: SpecialIds) -> str:
-    lark = text if _LARK.search(text) else gbnf_to_lark(text)
-    grammar: str = LLMatcher.grammar_from_lark(lark)
-    return grammar
 
 
 def structural_tag(
@@ -279,11 +278,3 @@ def _tag(rule: str, begin: str, trigger_size: int, body: str, special: SpecialId
 def _escaped(text: str) -> str:
     """Return a regular expression of `text`, between slashes."""
     return re.sub("[^A-Za-z0-9 ]", lambda match: f"\\x{{{ord(match[0]):x}}}", text)
-
-
-_READERS: dict[GrammarKind, Callable[[str, Prepare, SpecialIds], str]] = {
-    "json_schema": _json_schema,
-    "regex": _regex,
-    "ebnf": _lark,
-    "structural_tag": structural_tag,
-}

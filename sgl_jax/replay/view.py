@@ -29,7 +29,7 @@ from sgl_jax.memory_view import MEMORY_PAGE
 from sgl_jax.memory_view.frames import FrameBuilder, ViewFacts, added_up
 from sgl_jax.memory_view.reader import MemoryReader
 from sgl_jax.replay.player import DifferenceError, Player
-from sgl_jax.scheduler.events import Planned, Record, Tick
+from sgl_jax.scheduler.events import Planned, Tick
 from sgl_jax.scheduler.record.event_log import EventReader
 from sgl_jax.server.answer_stream import json_response
 from sgl_jax.server.guards.origins import OriginMiddleware
@@ -113,7 +113,7 @@ class RecordedFrames:
                 if isinstance(event, Tick):
                     started_at = event.now_s if started_at is None else started_at
                     now_s = event.now_s - started_at
-                if _is_step(event):
+                if isinstance(event, Planned) and event.plan is not None:
                     num_steps += 1
                     if num_steps % self._every == 0:
                         self._keep(player.num_events, reader, frames, now_s)
@@ -144,10 +144,6 @@ class RecordedFrames:
         self._frames = self._frames[1::2]
         self._num_bytes = sum(len(kept.content) for kept in self._frames)
         self._every *= 2
-
-
-def _is_step(event: Record) -> bool:
-    return isinstance(event, Planned) and event.plan is not None
 
 
 class _PageBody(msgspec.Struct, forbid_unknown_fields=True):

@@ -96,7 +96,8 @@ def json_call(unread: Unread, lead: str, known: frozenset[str] | None) -> Readin
             unread.take(head.end())
             yield CallBegun(name)
             if (yield from arguments(unread)):
-                yield from _rest_of_object(unread)
+                size = yield from find_end(unread, ObjectEnd(depth=1))
+                unread.take(size if size >= 0 else len(unread.held))
             return True
         size = end.feed(unread.held[num_seen:])
         if size >= 0:
@@ -115,11 +116,6 @@ def json_call(unread: Unread, lead: str, known: frozenset[str] | None) -> Readin
     if lead:
         yield Content(lead)
     return False
-
-
-def _rest_of_object(unread: Unread) -> Reading[None]:
-    size = yield from find_end(unread, ObjectEnd(depth=1))
-    unread.take(size if size >= 0 else len(unread.held))
 
 
 def _name(text: str) -> str | None:

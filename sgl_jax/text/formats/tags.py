@@ -123,16 +123,15 @@ class TaggedArguments:
         text = self._unread.take(size)
         yield from self._unread.skip(self._end)
         if form.is_string(text.strip()) and not (is_null and text.strip() == "null"):
-            yield Arguments(key + as_json(self._without_lines(text)))
+            if self._has_lines:
+                text = text.removeprefix("\n").removesuffix("\n")
+            yield Arguments(key + as_json(text))
         else:
             yield Arguments(key + _as_value(text.strip()))
         return True
 
     def _rest(self) -> str:
         return self._unread.take(len(self._unread.held)).strip()
-
-    def _without_lines(self, text: str) -> str:
-        return text.removeprefix("\n").removesuffix("\n") if self._has_lines else text
 
     def _string(self) -> Reading[bool]:
         unread = self._unread
