@@ -31,9 +31,8 @@ from sgl_jax.core.grammar import (
 from sgl_jax.core.step_plan import Int32Array, mask_words
 
 logger = logging.getLogger(__name__)
+
 _FREE_TEXT = r"(.|\n)*"
-# Converts a schema to llguidance's form.
-Prepare = Callable[[Mapping[str, Any]], dict[str, Any]]
 # Occurs only in Lark grammars. Rules may begin with ? or !.
 _LARK = re.compile(r"^\s*(%llguidance\b|[?!]?start\s*:)", re.MULTILINE)
 # In llguidance's message, the line at fault has a caret below it.

@@ -6,7 +6,8 @@ except by the tokenizer (no clean-up of spaces, no added prompts).
 
 import json
 import os
-from collections.abc import Mapping, Sequence, Set
+import re
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from sgl_jax.core.surrogates import replace_in_text
 from sgl_jax.text.call_arguments import PROBE_TOOLS, Messages, functions
 from sgl_jax.text.kimi_tokenizer import is_kimi_tokenizer, load_kimi_tokenizer
 from sgl_jax.text.template_abilities import TemplateAbilities
-from sgl_jax.text.token_bytes import token_bytes
 
 # A folder with any of these files has a tokenizer.
 _TOKENIZER_FILES = (
@@ -27,6 +27,11 @@ _TOKENIZER_FILES = (
 )
 _MAIN_FILE = "tokenizer.json"
 _SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_SPACE = "\u2581"
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_REPLACE = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
+# Returns a token's bytes, or b"" for an id outside the vocabulary.
+TokenBytes = Callable[[int], bytes]
 
 
 class Tokenizer:
@@ -268,3 +273,69 @@ def _files_at_fault(folder: Path) -> list[str]:
     except Exception:
         return [_MAIN_FILE]
     return settings
+
+
+def token_bytes(tokenizer: tokenizers.Tokenizer) -> TokenBytes | None:
+    """Return the function from a token id to bytes; None if bytes depend on neighboring tokens.
+
+    There is a rule for each kind of tokenizer whose tokens stand for fixed bytes in any context:
+
+    - byte-level BPE, and tiktoken files converted to it: a character for each byte;
+    - SentencePiece, with or without byte fallback: U+2581 is a space, and with byte fallback
+      `<0xNN>` is that byte.
+
+    A decoder may remove the first space of a text. It stays here, since the prompt precedes the
+    text.
+    """
+    decoder = {} if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__())
+    steps = decoder.get("decoders", [decoder])
+    kinds = [step.get("type") for step in steps]
+    if kinds == ["ByteLevel"]:
+        return _byte_level(tokenizer.id_to_token)
+    if _are_pieces(steps):
+        return _pieces(tokenizer.id_to_token, has_bytes="ByteFallback" in kinds)
+    return None
+
+
+def _are_pieces(steps: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether these are the decoders of a SentencePiece model."""
+    is_fused, has_spaces = False, False
+    for step in steps:
+        match step:
+            case {"type": "Metaspace", "replacement": "\u2581"}:
+                has_spaces = True
+            case {"type": "Replace"} if step == _REPLACE:
+                has_spaces = True
+            case {"type": "Fuse"}:
+                is_fused = True
+            case {"type": "Strip", "content": " ", "stop": 0} if is_fused:
+                pass  # strips the whole text
+            case {"type": "ByteFallback"}:
+                pass
+            case _:
+                return False
+    return has_spaces
+
+
+def _byte_level(token_of: Callable[[int], str | None]) -> TokenBytes:
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    byte_of_char = {char: byte for byte, char in bytes_to_unicode().items()}
+
+    def read(token_id: int) -> bytes:
+        token = token_of(token_id) or ""
+        try:
+            return bytes([byte_of_char[char] for char in token])
+        except KeyError:  # an added token is plain text, not written in the byte alphabet
+            return token.encode()
+
+    return read
+
+
+def _pieces(token_of: Callable[[int], str | None], *, has_bytes: bool) -> TokenBytes:
+    def read(token_id: int) -> bytes:
+        token = token_of(token_id) or ""
+        byte = _BYTE.fullmatch(token) if has_bytes else None
+        return token.replace(_SPACE, " ").encode() if byte is None else bytes.fromhex(byte[1])
+
+    return read

@@ -31,13 +31,8 @@ def load_tokenizer(args: ServerArgs) -> Tokenizer:
 def check_tokenizer(tokenizer: Tokenizer, path: str, chat_template: str | None = None) -> None:
     """Encode and decode a text, and write a conversation with the chat template.
 
-    Tokenizers without text and without a template pass.
-
-    Args:
-        path, chat_template: its files, named in errors.
-
-    Raises:
-        ValueError: the tokenizer does not work; the reason is one line.
+    Tokenizers without text and without a template pass. Raises ValueError, with the reason in one
+    line and the files `path` and `chat_template`, if the tokenizer does not work.
     """
     if not tokenizer.can_encode:
         return

@@ -8,8 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.text.answer_parser import HARMONY, AnswerParser, choose_parser
-from sgl_jax.text.formats.reasoning import REASONING_FORMATS
+from sgl_jax.text.answer_parser import HARMONY, REASONING_FORMATS, AnswerParser, choose_parser
 from sgl_jax.text.formats.tool_formats import TOOL_FORMATS
 from sgl_jax.text.reader import (
     Arguments,

@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from sgl_jax.core.surrogates import REPLACEMENT
 from sgl_jax.text.detokenizer import make_detokenizer
-from sgl_jax.text.token_bytes import token_bytes
-from sgl_jax.text.tokenizer import Tokenizer
+from sgl_jax.text.tokenizer import Tokenizer, token_bytes
 from tests.support.long import long
 from tests.support.tokenizers import byte_level, load, sentencepiece_like
 from tests.text.gguf_vocabulary import FILES, packaged_tokenizer

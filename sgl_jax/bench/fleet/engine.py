@@ -68,12 +68,7 @@ def fleet_sizes(sizes: EngineSizes, burst_steps: int = BURST_STEPS) -> EngineSiz
 class FleetEngine:
     """An engine that takes requests in order of arrival, and runs up to any time.
 
-    Args:
-        index: the engine's index in its fleet.
-        sizes: sizes from `fleet_sizes`, with one rank.
-        args: the scheduler's settings.
-        step_seconds: the duration of each step, without drafts.
-        logs_blocks: record KV events for `take_block_events`.
+    `sizes` come from `fleet_sizes`, with one rank. With `logs_blocks` it records KV events.
     """
 
     def __init__(

@@ -183,14 +183,9 @@ def tree_hit_rate(
 ) -> float:
     """Return the share of all prompt tokens that the radix tree serves.
 
-    Args:
-        trace: the requests.
-        capacity: blocks of 512 tokens in the pool; a longer prompt is neither served nor kept.
-        page_size: tokens, a divisor of 512.
-        policy: one of `EVICTION_POLICIES`.
-        check_each_request: check the ledger's balance after each; a full audit always ends the run.
-
-    Raises `LedgerError` if the memory's counts do not balance.
+    The page size must divide 512, and affects only the time of the run. A full audit ends it; with
+    `check_each_request` the ledger's balance is also checked after each request. Raises
+    `LedgerError` if the memory's counts do not balance.
     """
     if BLOCK_TOKENS % page_size:
         raise ValueError(f"the page size must divide {BLOCK_TOKENS}, got {page_size}")

@@ -16,9 +16,8 @@ from sgl_jax.bench.trace.cache_only import (
     tree_hit_rate,
 )
 from sgl_jax.bench.trace.host_link import HostLink
-from sgl_jax.bench.trace.plot import plot_run
 from sgl_jax.bench.trace.reading import BLOCK_TOKENS, read_trace
-from sgl_jax.bench.trace.report import CacheRow, cache_table, served_text, served_values
+from sgl_jax.bench.trace.report import CacheRow, cache_table, plot_run, served_text, served_values
 from sgl_jax.bench.trace.served import serve_trace
 from sgl_jax.bench.trace.simulated_engine import (
     DEFAULT_PAGE_SIZE,

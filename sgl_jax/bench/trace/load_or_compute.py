@@ -27,14 +27,7 @@ class _Choice(NamedTuple):
 
 
 class LoadChoices:
-    """The choices of ranks.
-
-    Args:
-        link: link to host memory and the store.
-        sizes: the engine's sizes.
-        step_seconds: the duration of a step.
-        clock: returns the current time in seconds.
-    """
+    """The choices of ranks. `clock` returns the current time in seconds."""
 
     def __init__(
         self,
