@@ -113,7 +113,8 @@ def _alternatives(schema: Any, scope: Mapping[str, Any]) -> Iterator[Mapping[str
         if key == "$ref":
             if value not in seen:
                 seen.add(value)
-                left.append({**rest, **_target(value, scope)})
+                target = referred(value, scope)
+                left.append({**rest, **(target if isinstance(target, Mapping) else {})})
         elif key == "allOf":
             for part in value:
                 rest |= part
@@ -131,10 +132,10 @@ def _is_joined(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _target(reference: str, scope: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the schema named by `reference`; empty if there is none."""
+def referred(reference: str, scope: Mapping[str, Any]) -> Any:
+    """Return the part of `scope` that a reference such as `#/$defs/name` names, or None."""
     found: Any = scope
     for name in reference.removeprefix("#").split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")
         found = found.get(name) if isinstance(found, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
+    return found

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from sgl_jax.core.grammar import SpecialIds, is_lenient, lenient
-from sgl_jax.text.formats.argument_schema import ArgumentSchema
+from sgl_jax.text.formats.argument_schema import ArgumentSchema, referred
 from sgl_jax.text.formats.lark import literal, of_json, quoted
 
 _NOT_ENFORCED = ("allOf", "oneOf", "not", "if", "prefixItems", "patternProperties", "contains")
@@ -163,9 +163,7 @@ class _Rules:
 
     def _reference(self, reference: str) -> str:
         def target() -> str:
-            found: Any = self._root
-            for name in reference.removeprefix("#/").split("/"):
-                found = found.get(name) if isinstance(found, dict) else None
+            found = referred(reference, self._root)
             if not reference.startswith("#/") or found is None:
                 if self._is_lenient:
                     return self._value(True)
