@@ -51,11 +51,6 @@ class RouterView:
         self.in_flight[engine] -= 1
         self.waiting_tokens[engine] -= num_tokens
 
-    @property
-    def is_waiting(self) -> bool:
-        """Return True while a sent request has not ended."""
-        return bool(self._sent)
-
     def least_loaded(self, number: int) -> int:
         """Return the engine with the fewest requests in flight; ties rotate with `number`."""
         return _argmin_from(self.in_flight, number)
