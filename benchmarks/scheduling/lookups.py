@@ -61,7 +61,7 @@ def main() -> None:
             (f"the {NUM_LOOKED_UP} oldest", "lpm", of_oldest),
             ("none", "fcfs", order_keys),
         ):
-            AdmissionOrder._order_keys = keys  # type: ignore[method-assign]
+            AdmissionOrder._order_keys = keys  # type: ignore[assignment, method-assign]
             figures = line(num_clients, num_prefixes, policy)
             print(
                 f"| {num_clients - NUM_ROWS:,} | {num_prefixes} | {name} | {figures} |", flush=True

@@ -252,7 +252,7 @@ def main() -> None:
             print(f"{greatest:.4f} {load!r}", flush=True)
         return
     if words.without_shadows:
-        ShadowCaches.is_due = False  # type: ignore[assignment,method-assign]
+        ShadowCaches.is_due = False
     losses = {i: loss(drawn_load(i)) for i in range(words.first, words.first + words.count)}
     mean = sum(losses.values()) / len(losses)
     worst = sorted(losses, key=lambda i: -losses[i])
