@@ -98,8 +98,9 @@ def use_weight(weight: nnx.Param[Any], use: Callable[[jax.Array], jax.Array]) ->
     return use_weights((weight,), use)
 
 
-def use_weights(weights: Sequence[nnx.Param[Any]], use: Callable[..., Result]) -> Result:
-    values = [weight.get_value() for weight in weights]
+def use_weights(weights: Sequence[nnx.Param[Any] | None], use: Callable[..., Result]) -> Result:
+    """Call `use` with the current layer's arrays of several weights, and None for None."""
+    values = [None if weight is None else weight.get_value() for weight in weights]
     separate = [value for value in values if isinstance(value, SeparateLayers)]
     if not separate:
         return use(*map(_own, values))
@@ -116,17 +117,21 @@ def use_weights(weights: Sequence[nnx.Param[Any]], use: Callable[..., Result]) -
     return result
 
 
-def _own(value: Any) -> jax.Array:
-    """Return the current layer's array from a stack, or an array that belongs to no layer."""
+def _own(value: Any) -> jax.Array | None:
     return value.slice() if isinstance(value, StackedLayers) else value
 
 
-def use_stacks(weights: Sequence[nnx.Param[Any]], use: Callable[..., Result]) -> Result:
+def use_stacks(weights: Sequence[nnx.Param[Any] | None], use: Callable[..., Result]) -> Result:
     """Call `use` with stacks [layers, ...] of several weights, and the layer, int32 [].
 
-    The stacks hold all layers, or only the current layer's array.
+    The stacks hold all layers, or only the current layer's array. None stays None.
     """
-    values = [weight.get_value() for weight in weights]
-    if all(isinstance(value, StackedLayers) for value in values):
-        return use(*(value.array for value in values), values[0].layer)
-    return use_weights(weights, lambda *arrays: use(*(own[None] for own in arrays), jnp.int32(0)))
+    stacks = [weight.get_value() for weight in weights if weight is not None]
+    if all(isinstance(stack, StackedLayers) for stack in stacks):
+        arrays = (None if weight is None else weight.get_value().array for weight in weights)
+        return use(*arrays, stacks[0].layer)
+
+    def use_arrays(*arrays: jax.Array | None) -> Result:
+        return use(*(None if own is None else own[None] for own in arrays), jnp.int32(0))
+
+    return use_weights(weights, use_arrays)

@@ -76,12 +76,12 @@ class QuantizedMatrix(nnx.Module):
         input_scale = None if self.input_scale is None else self.input_scale[...]
 
         def multiply(
-            layer: jax.Array, values: jax.Array, scales: jax.Array, zero_points: jax.Array | None
+            values: jax.Array, scales: jax.Array, zero_points: jax.Array | None, layer: jax.Array
         ) -> jax.Array:
             matrices = QuantizedArrays(values, scales, zero_points, input_scale)
             return self.multiply(x, matrices, layer, self.scheme)
 
-        return _use_present((self.values, self.scales, self.zero_points), multiply)
+        return use_stacks((self.values, self.scales, self.zero_points), multiply)
 
 
 class QuantizedExperts(nnx.Module):
@@ -117,12 +117,12 @@ class QuantizedExperts(nnx.Module):
         """Multiply with `multiply`; see `GroupedMatmul`."""
 
         def use(
-            layer: jax.Array, values: jax.Array, scales: jax.Array, zero_points: jax.Array | None
+            values: jax.Array, scales: jax.Array, zero_points: jax.Array | None, layer: jax.Array
         ) -> jax.Array:
             matrices = GroupMatrices(values, scales, zero_points, self.weight)
             return multiply(lines, matrices, layer, group_sizes, transposed=transposed)
 
-        return _use_present((self.values, self.scales, self.zero_points), use)
+        return use_stacks((self.values, self.scales, self.zero_points), use)
 
 
 class _Parts(NamedTuple):
@@ -158,19 +158,6 @@ class _Parts(NamedTuple):
             if scheme.has_zero_points
             else None,
         )
-
-
-def _use_present(parts: tuple[nnx.Param[Any] | None, ...], use: Any) -> jax.Array:
-    """Call use(layer, *arrays) with the layer and the stacks of `parts`, None for None."""
-    present = [part for part in parts if part is not None]
-
-    def unpack(*found: jax.Array) -> jax.Array:
-        *arrays, layer = found
-        rest = iter(arrays)
-        result: jax.Array = use(layer, *(None if part is None else next(rest) for part in parts))
-        return result
-
-    return use_stacks(present, unpack)
 
 
 def _shared(source: Source, kind: PartKind, size: int) -> Shared:

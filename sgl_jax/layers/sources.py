@@ -134,10 +134,8 @@ class Tensor(Source):
 
     def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
         key = TensorKey(prefix + self.name, self.part)
-        if self.transposed:
-            out[...] = tensors.read(key, swapped(index)).swapaxes(-2, -1)
-        else:
-            out[...] = tensors.read(key, index)
+        stored = tensors.read(key, swapped(index) if self.transposed else index)
+        out[...] = stored.swapaxes(-2, -1) if self.transposed else stored
 
 
 def swapped(axes: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -396,7 +394,5 @@ class Shared(Source):
             if self.is_greatest:
                 np.maximum(out, found, out=out)
             elif not np.array_equal(found, out):
-                raise ValueError(
-                    f"{first.name} and {other.name} make one matrix: they need the same "
-                    + self.part.kind
-                )
+                both = f"{first.name} and {other.name} make one matrix"
+                raise ValueError(f"{both}: they need the same {self.part.kind}")

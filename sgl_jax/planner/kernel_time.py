@@ -143,7 +143,7 @@ def lines_time(tokens: int, config: ModelConfig, memory: DeviceBytes, chip: Chip
     """Return the time to move one rank's `tokens` to their experts' lines and back.
 
     Up to `UNDIVIDED_TOKENS` kernels multiply them with 0/1 matrices. Above, XLA gathers rows to
-    lines, and scatters few lines, or gathers each of a token's lines.
+    lines, and scatters them, each like four gathered rows, or gathers each of a token's lines.
     """
     moe = config.moe
     if moe is None:
@@ -154,7 +154,7 @@ def lines_time(tokens: int, config: ModelConfig, memory: DeviceBytes, chip: Chip
         products = tokens * choices / memory.expert_devices * config.hidden_size
         return KernelTime(0.0, _matrix_s(2 * 2 * products * layers, chip))
     room = lines_at_once(tokens, moe.choice.top_k, memory.expert_devices)
-    rows = room + (room if are_few(room, choices) else choices)
+    rows = room + min(4 * room, choices)
     moved = 2 * layers * rows * config.hidden_size * memory.itemsize  # read and written
     return KernelTime(moved / (GATHER_SHARE * chip.hbm_bytes_per_s))
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from jax.experimental.pallas.tpu import force_tpu_interpret_mode
 
-from sgl_jax.kernels.attention.tpu import decode, prefill, write
+from sgl_jax.kernels.attention.tpu import prefill, query_blocks, stacks, write
 from sgl_jax.kernels.attention.tpu.shared import Pages
 from sgl_jax.kernels.attention.tpu.tuned import DecodeBlocks, PrefillBlocks
 from sgl_jax.kernels.latent_attention import tpu
@@ -43,7 +43,7 @@ TOLERANCE = {jnp.dtype(jnp.float32): 2e-5, jnp.dtype(jnp.bfloat16): 0.03}
 def small_blocks(monkeypatch):
     """Rows of a few hundred keys have several blocks, and queries of several parts."""
     monkeypatch.setattr(tpu, "DECODE_BLOCKS", DecodeBlocks(block_keys=64, part_keys=32))
-    monkeypatch.setattr(decode, "TURN_KEYS", 32)
+    monkeypatch.setattr(stacks, "TURN_KEYS", 32)
     blocks = PrefillBlocks(32, 16, keys=256, part_keys=128, heads=1, parts=2)
     monkeypatch.setattr(tpu, "latent_prefill_blocks", lambda *_: blocks)
     monkeypatch.setattr(tpu, "expanded_prefill_blocks", lambda *_: blocks)
@@ -126,11 +126,11 @@ def no_wait_for_pages(pages, block):
     """Compute on what the buffer holds, arrived or not."""
 
 
-def a_key_too_many_in_decode(kernel, row, position, seen=decode.seen_keys):
+def a_key_too_many_in_decode(kernel, row, position, seen=stacks.seen_keys):
     return seen(kernel, row, position - 1)
 
 
-def a_key_too_many_in_prefill(kernel, work, seen=prefill.seen_keys):
+def a_key_too_many_in_prefill(kernel, work, seen=query_blocks.seen_keys):
     return seen(kernel, work._replace(first=work.first + 1))
 
 
@@ -159,14 +159,14 @@ def write_another_page(kernel, run, tile_of=write._tile_of):
     ("module", "part", "fault"),
     [
         (Pages, "wait", no_wait_for_pages),
-        (decode, "with_following", the_same_turn_twice),
+        (stacks, "with_following", the_same_turn_twice),
         *(
             pytest.param(*own, marks=pytest.mark.long)
             for own in (
-                (decode, "seen_keys", a_key_too_many_in_decode),
-                (decode, "scaled", scores_in_powers_of_e),
-                (prefill, "seen_keys", a_key_too_many_in_prefill),
-                (prefill, "scaled", scores_in_powers_of_e),
+                (stacks, "seen_keys", a_key_too_many_in_decode),
+                (stacks, "scaled", scores_in_powers_of_e),
+                (query_blocks, "seen_keys", a_key_too_many_in_prefill),
+                (query_blocks, "scaled", scores_in_powers_of_e),
                 (Pages, "clear_values", values_of_unused_slots),
                 (write, "_tile_of", write_another_page),
             )
@@ -193,7 +193,7 @@ def test_a_missing_wait_is_a_race(module, part, fault, monkeypatch):
 
 
 def test_keys_made_for_another_head_are_noticed(monkeypatch):
-    make = prefill.keys_and_values
+    make = query_blocks.keys_and_values
     monkeypatch.setattr(
         prefill, "keys_and_values", lambda kernel, work, head: make(kernel, work, 0)
     )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from sgl_jax.kernels.attention.tpu import decode
+from sgl_jax.kernels.attention.tpu import decode, stacks
 from sgl_jax.kernels.attention.tpu.decode import decode_attention
 from sgl_jax.kernels.attention.tpu.shared import Pages
 from sgl_jax.kernels.attention.tpu.tuned import DecodeBlocks
@@ -63,7 +63,7 @@ BLOCKS = DecodeBlocks(block_keys=64, part_keys=32)  # small, so that rows have s
 @pytest.fixture(autouse=True)
 def several_turns(monkeypatch):
     """Blocks without masks are computed on in several turns."""
-    monkeypatch.setattr(decode, "TURN_KEYS", 32)
+    monkeypatch.setattr(stacks, "TURN_KEYS", 32)
 
 
 def attend(program, interpret, blocks=BLOCKS):
@@ -108,7 +108,7 @@ def test_heads_of_every_shape_share_registers(program):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_rows_longer_than_the_blocks_that_chips_get(mode, monkeypatch):
-    monkeypatch.setattr(decode, "TURN_KEYS", 1024)
+    monkeypatch.setattr(stacks, "TURN_KEYS", 1024)
     program = Program(page_size=128, kv_heads=8, group=4, rows=2, tokens=8, max_len=1280)
     case = Case(program, [(1150, 1), (1023, 1)], [], 2, seed=4)
     check(case, compiled(program, MODES[mode], DecodeBlocks(block_keys=1024, part_keys=256)))
@@ -157,7 +157,7 @@ def forget_to_wait_for_results(monkeypatch):
 
 
 def read_the_other_buffer(monkeypatch):
-    attend_block = decode.attend_block
+    attend_block = stacks.attend_block
 
     def wrong(kernel, row, block):
         attend_block(kernel, row, block._replace(buffer=1 - block.buffer))
@@ -171,16 +171,16 @@ def fetch_another_page(monkeypatch):
 
 
 def see_a_key_too_many(monkeypatch):
-    seen = decode.seen_keys
+    seen = stacks.seen_keys
     monkeypatch.setattr(
-        decode, "seen_keys", lambda kernel, row, position: seen(kernel, row, position - 1)
+        stacks, "seen_keys", lambda kernel, row, position: seen(kernel, row, position - 1)
     )
 
 
 def see_a_key_too_few(monkeypatch):
-    seen = decode.seen_keys
+    seen = stacks.seen_keys
     monkeypatch.setattr(
-        decode, "seen_keys", lambda kernel, row, position: seen(kernel, row, position + 1)
+        stacks, "seen_keys", lambda kernel, row, position: seen(kernel, row, position + 1)
     )
 
 
@@ -189,11 +189,11 @@ def leave_values_of_unused_slots(monkeypatch):
 
 
 def take_the_scores_of_another_turn(monkeypatch):
-    monkeypatch.setattr(decode, "with_following", lambda turns: [(turn, turn) for turn in turns])
+    monkeypatch.setattr(stacks, "with_following", lambda turns: [(turn, turn) for turn in turns])
 
 
 def give_rows_of_a_stack_to_its_first_head(monkeypatch):
-    monkeypatch.setattr(decode, "own_columns", lambda stacks, x, width: x[:, :width])
+    monkeypatch.setattr(stacks, "own_columns", lambda _, x, width: x[:, :width])
 
 
 MISSING_WAITS = (
@@ -216,7 +216,7 @@ FAULTS = (
 def test_keys_taken_in_another_order_than_masks_are_noticed(monkeypatch):
     """An 8-bit cache gives its even keys first."""
     monkeypatch.setattr(
-        decode, "positions", lambda tile: jax.lax.broadcasted_iota(jnp.int32, tile, 1)
+        stacks, "positions", lambda tile: jax.lax.broadcasted_iota(jnp.int32, tile, 1)
     )
     program = EIGHT_BITS[1]
     with pytest.raises(AssertionError):

@@ -145,11 +145,11 @@ def no_wait_for_keys(pages, block):
     """Compute on what the buffer holds, arrived or not."""
 
 
-def keys_of_the_other_buffer(kernel, work, attend_heads=prefill.attend_heads):
+def keys_of_the_other_buffer(kernel, work, attend_heads=query_blocks.attend_heads):
     attend_heads(kernel, work._replace(buffer=1 - work.buffer))
 
 
-def a_mask_off_by_one(kernel, work, seen=prefill.seen_keys):
+def a_mask_off_by_one(kernel, work, seen=query_blocks.seen_keys):
     return seen(kernel, work._replace(first=work.first + 1))
 
 
@@ -189,11 +189,11 @@ def more_queries_than_the_row_has(kernel, block, do, runs=query_blocks.block_run
     runs(kernel, block._replace(num_tokens=jnp.where(block.num_tokens > 0, tokens, 0)), do)
 
 
-def masked_blocks_taken_for_clear(kernel, work, attend_heads=prefill.attend_heads):
+def masked_blocks_taken_for_clear(kernel, work, attend_heads=query_blocks.attend_heads):
     attend_heads(kernel, work._replace(position=None))
 
 
-def never_the_first_keys(kernel, work, attend_heads=prefill.attend_heads):
+def never_the_first_keys(kernel, work, attend_heads=query_blocks.attend_heads):
     attend_heads(kernel, work._replace(is_first=jnp.bool(False)))
 
 
@@ -202,19 +202,19 @@ def never_the_first_keys(kernel, work, attend_heads=prefill.attend_heads):
     [
         (Pages, "wait", no_wait_for_keys, "lazy"),
         (Pages, "wait", no_wait_for_keys, "eager"),
-        (prefill, "seen_keys", a_mask_off_by_one, "lazy"),
+        (query_blocks, "seen_keys", a_mask_off_by_one, "lazy"),
         (prefill, "out_copies", results_not_waited_for, "eager"),
         *(
             pytest.param(*own, "lazy", marks=pytest.mark.long)
             for own in (
-                (prefill, "attend_heads", keys_of_the_other_buffer),
+                (query_blocks, "attend_heads", keys_of_the_other_buffer),
                 (Pages, "page_copy", the_page_before),
                 (query_blocks, "block_runs", more_queries_than_the_row_has),
                 (prefill, "clear_unseen_values", values_of_unused_slots),
                 (prefill, "q_copies", queries_not_waited_for),
                 (Pages, "table_copy", page_ids_not_waited_for),
-                (prefill, "attend_heads", masked_blocks_taken_for_clear),
-                (prefill, "attend_heads", never_the_first_keys),
+                (query_blocks, "attend_heads", masked_blocks_taken_for_clear),
+                (query_blocks, "attend_heads", never_the_first_keys),
             )
         ),
     ],
