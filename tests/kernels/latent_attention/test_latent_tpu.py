@@ -195,7 +195,7 @@ def test_a_missing_wait_is_a_race(module, part, fault, monkeypatch):
 def test_keys_made_for_another_head_are_noticed(monkeypatch):
     make = query_blocks.keys_and_values
     monkeypatch.setattr(
-        prefill, "keys_and_values", lambda kernel, work, head: make(kernel, work, 0)
+        query_blocks, "keys_and_values", lambda kernel, work, head: make(kernel, work, 0)
     )
     with pytest.raises(AssertionError):
         check(MIXED._replace(program=EXPANDED), attend(EXPANDED, "lazy"))
