@@ -122,8 +122,6 @@ class _Float8File:
 
 
 class _Float8Tensor:
-    """Reads slices like the lazy tensors of safetensors."""
-
     def __init__(self, data: NDArray[np.uint8]) -> None:
         self._data = data
 

@@ -166,7 +166,6 @@ def _kernel(
 
 
 def _parts(head_dim: int) -> list[slice]:
-    """Return the lanes of a head, one row of memory at a time."""
     return [slice(first, first + LANES) for first in range(0, head_dim, LANES)]
 
 
@@ -195,7 +194,6 @@ def _normalised(head: jax.Array, norm: HeadNorm | None) -> jax.Array:
 
 
 def _rotated(head: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate a head of some tokens, [R, D], in the half-split form of `layers.rotary`."""
     return head * cos + pltpu.roll(head, head.shape[1] // 2, 1) * sin
 
 

@@ -86,8 +86,6 @@ class BuildOptions(NamedTuple):
 
 
 class _Carry(NamedTuple):
-    """The arrays carried from layer to layer."""
-
     # One or two terms with the hidden state, [T, hidden_size] or this chip's share, as their sum.
     terms: tuple[jax.Array, ...]
     memories: tuple[Any, ...]  # one per pool: KV pools, then the states if there are any

@@ -80,7 +80,6 @@ class DecoderLayer(nnx.Module):
         return hidden, _normalised(added, self.mlp_output_norm), memory, experts
 
     def _whole(self, x: jax.Array, is_token: jax.Array) -> jax.Array:
-        """Return x of all tokens, from each chip's share."""
         return join_shares(x, len(is_token)) if self.attention.output.scatters else x
 
 

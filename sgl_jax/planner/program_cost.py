@@ -98,8 +98,6 @@ def dearest_cycles(compiled: jax.stages.Compiled) -> int:
 
 
 class _Walk:
-    """Sums over the computations reachable from an entry computation."""
-
     def __init__(self, computations: dict[str, list[_Instruction]], dearest: bool = False) -> None:
         self._computations = computations
         self._dearest = dearest
@@ -210,7 +208,6 @@ def _exchanged(counts: Counter[Collective]) -> int:
 
 
 def _callee(text: str, role: str) -> str:
-    """Return the computation that an instruction calls in this role."""
     named = re.search(rf"{role}=%([\w.-]+)", text)
     assert named is not None
     return named[1]

@@ -210,7 +210,6 @@ def _step_lines(title: str, step: StepEstimate) -> list[str]:
 
 
 def _alike(collectives: Iterable[Collective]) -> list[Collective]:
-    """Merge entries that differ only in overlapping cycles."""
     times: Counter[Collective] = Counter()
     for one in collectives:
         times[one._replace(times=0, beside_cycles=0)] += one.times

@@ -54,8 +54,6 @@ class _Tokens(NamedTuple):
 
 
 class _Runs(NamedTuple):
-    """The runs of one grid step."""
-
     token: Any  # first token, as an index in this step's block
     length: Any
     page: Any

@@ -186,14 +186,12 @@ def _kernel(
 
 
 def _lines(kernel: _Kernel, token: Any, count: int) -> Any:
-    """Return the window's slice with the inputs of `count` tokens from `token` on."""
     start = token * kernel.lines
     start = pl.multiple_of(start, SUBLANES) if kernel.lines % SUBLANES == 0 else start
     return pl.ds(start, count * kernel.lines)
 
 
 def _start_read(kernel: _Kernel, row: jax.Array) -> None:
-    """Start to read a row's state, if the row exists and has tokens."""
     last = kernel.rows.slots_in.shape[0] - 1
     exists = row < kernel.scalars.num_rows[0]
     row = jnp.minimum(row, last)

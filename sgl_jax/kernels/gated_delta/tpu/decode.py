@@ -165,7 +165,6 @@ def _state_copy(kernel: _Kernel, token: jax.Array) -> Any:
 
 
 def _result_copies(kernel: _Kernel, token: jax.Array) -> list[Any]:
-    """Return the DMAs of a token's output, and of the state after it."""
     at, rows, buffers, sem = kernel.buffer(token), kernel.rows, kernel.buffers, kernel.sems.results
     return [
         pltpu.make_async_copy(buffers.out.at[at], kernel.hbm.v.at[token], sem.at[at]),

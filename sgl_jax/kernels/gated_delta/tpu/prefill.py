@@ -160,7 +160,6 @@ def _for_inputs(kernel: _Kernel, chunk: jax.Array, do: Callable[[Any], None]) ->
 
 
 def _for_results(kernel: _Kernel, chunk: jax.Array, do: Callable[[Any], None]) -> None:
-    """Call do(copy) for the DMAs of a chunk's outputs, and of the state after it."""
     at, chunks = lax.rem(chunk, 2), kernel.chunks
     sem = kernel.sems.results.at[at]
 
@@ -189,7 +188,6 @@ def _for_runs(kernel: _Kernel, chunk: jax.Array, do: Callable[[Any, Any], None])
 
 
 def _begin_chunk(kernel: _Kernel, chunk: jax.Array) -> None:
-    """Order a chunk by head, and sum its decays."""
     at, buffers, by_head = lax.rem(chunk, 2), kernel.buffers, kernel.by_head
 
     # Zeros in place of missing tokens change nothing.
@@ -218,7 +216,6 @@ def _end_chunk(kernel: _Kernel, chunk: jax.Array) -> None:
 
 
 def _for_heads(kernel: _Kernel, chunk: jax.Array) -> None:
-    """Compute a chunk, some key heads and their value heads at once."""
     key_heads, at = kernel.by_head.k.shape[0], lax.rem(chunk, 2)
     before = _state_before(kernel, chunk)
     at_once = max(
