@@ -140,10 +140,7 @@ class RegularSession:
             parent = None if each.parent < 0 else nodes[each.parent]
             node = _Node(each.rid, each.name, parent, each.kept_len, each.added, output=each.output)
             nodes.append(node)
-            self._nodes[node.name] = node
-            self.num_kept += node.num_kept
-            if parent is not None:
-                parent.children[node.name] = node
+            self._add(node)
         self._longest = None
 
     @property
@@ -237,7 +234,11 @@ class RegularSession:
         """Add a held turn to the tree. The turns in flight that it replaces have ended."""
         node = self._held.pop(rid)
         self._drop(self._dropped_by(node))
-        self._nodes[node.name] = self._in_flight[rid] = node
+        self._in_flight[rid] = node
+        self._add(node)
+
+    def _add(self, node: _Node) -> None:
+        self._nodes[node.name] = node
         self.num_kept += node.num_kept
         if node.parent is not None:
             node.parent.children[node.name] = node
@@ -249,7 +250,7 @@ class RegularSession:
             return
         node = self._in_flight.pop(rid)
         if tokens is None:
-            self._remove(node)
+            self._drop({node.name: node})
         else:
             node.output = tokens[node.prompt_len :].copy()
             self.num_kept += node.num_output_tokens
@@ -278,7 +279,7 @@ class RegularSession:
         if node is None:
             return
         if isinstance(message, AbortRequest):
-            self._remove(node)
+            self._drop({node.name: node})
             return
         assert node.output is not None
         before = sum(each.num_kept for each in (node, *node.children.values()))
@@ -380,13 +381,6 @@ class RegularSession:
             self.num_kept -= node.num_kept
             if node.parent is not None:
                 node.parent.children.pop(name, None)
-
-    def _remove(self, node: _Node) -> None:
-        self._longest = None
-        del self._nodes[node.name]
-        self.num_kept -= node.num_kept
-        if node.parent is not None:
-            node.parent.children.pop(node.name, None)
 
 
 def _kept_len(parent: _Node, turn: SessionTurn) -> int:

@@ -233,17 +233,15 @@ class PageAllocator:
         )
         more = len(pages) - limit
         shown += f" and {more} more" if more > 0 else ""
-        return f"{shown}; last transitions: {self._describe_history(pages[:limit])}"
-
-    def _describe_history(self, pages: Int32Array) -> str:
-        """Describe the latest moves of `pages`, oldest first. Ticks count calls to this pool."""
+        # Oldest first. Ticks count calls to this pool.
         moves = [
             f"[{move.clock}] " + _IN_WORDS[move.action].format(describe_owner(owner), page)
-            for move in self._log.of(pages)
+            for move in self._log.of(pages[:limit])
             for page, owner in each_page(move)
         ]
         forgotten = "" if len(moves) <= _MOVES_SHOWN else f"({len(moves) - _MOVES_SHOWN} before) "
-        return forgotten + ", ".join(moves[-_MOVES_SHOWN:]) if moves else "none remembered"
+        history = forgotten + ", ".join(moves[-_MOVES_SHOWN:]) if moves else "none remembered"
+        return f"{shown}; last transitions: {history}"
 
     def _refuse(self, pages: Int32Array, owner: int, action: Action) -> NoReturn:
         """Raise `OwnershipError` with the reason for which `owner` cannot move `pages`."""

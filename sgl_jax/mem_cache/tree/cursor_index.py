@@ -347,9 +347,12 @@ class CursorIndex:
         node, matched = self._walk(cursor.tokens, cursor.namespace, self._root)
         if (cursor.node.node_id, cursor.matched) != (node.node_id, matched):
             raise LedgerError(f"{cursor!r} should be at {node!r}, length {matched}")
-        self._audit_columns(cursor)
-        above = LIVE
-        if (parent := cursor.parent) is not None:
+        parent, above = cursor.parent, LIVE
+        said = self.columns.parent[cursor.number], self.columns.end_pages[cursor.number]
+        number = NO_CURSOR if parent is None else parent.number
+        if said != (number, cursor.end // self._page_size):
+            raise LedgerError(f"{cursor!r}: its columns hold {said}")
+        if parent is not None:
             if not cursor.num_prompts and len(cursor.children) < 2:
                 raise LedgerError(f"{cursor!r} is not needed")
             if matched <= parent.end:
@@ -357,13 +360,6 @@ class CursorIndex:
         is_live = cursor.at is not None
         if is_live != (above == LIVE) or self.columns.above[cursor.number] != above:
             raise LedgerError(f"{cursor!r}: live is {is_live}, {matched} tokens matched")
-
-    def _audit_columns(self, cursor: PrefixCursor) -> None:
-        columns, number = self.columns, cursor.number
-        parent = NO_CURSOR if cursor.parent is None else cursor.parent.number
-        said = columns.parent[number], columns.end_pages[number]
-        if said != (parent, cursor.end // self._page_size):
-            raise LedgerError(f"{cursor!r}: its columns hold {said}")
 
     def _audit_length(self, cursor: PrefixCursor) -> None:
         """Check a live cursor's place, its length, and that it watches the searched nodes."""
