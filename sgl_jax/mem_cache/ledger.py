@@ -22,10 +22,11 @@ def check_balance(memory: RankMemory, num_running: int | None = None) -> None:
     """Verify that counts agree, in time that does not grow with the pool, or raise `LedgerError`.
 
     `free + leased + cached + session_held + reserved == total` must hold, with leased pages counted
-    by the rows and cached pages by the tree. The tree's locks must equal the rows' locks in number,
-    tokens and pages, so that an extra lock cannot hide in "protected". Without idle sessions, no
-    pages may be held for them. Free and held rows must add up to all rows, and each held row must
-    have a lease. If counts differ, a walk finds the pages and their owners for the error's text.
+    by the rows and cached pages by the tree. The tree's locks must equal the rows' locks in number
+    and tokens, and in pages while no session is idle, so that an extra lock cannot hide in
+    "protected". Without idle sessions, no pages may be held for them. Free and held rows must add
+    up to all rows, and each held row must have a lease. If counts differ, a walk finds the pages
+    and their owners for the error's text.
 
     If `num_running`, the number of requests with a lease, is given, every other lease must belong
     to an idle session, so that each lease has exactly one holder.

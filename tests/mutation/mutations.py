@@ -596,9 +596,9 @@ MUTATIONS = (
     Mutation(
         "lock the root when nothing matched",
         _CACHE,
-        "        if length == 0:\n            return None\n",
-        "        if length == 0:\n            self._lock(self.tree.root)\n"
-        "            return None\n",
+        "        if length == 0:\n            return PrefixMatch(",
+        "        if length == 0:\n            self._lock(tree.root)\n"
+        "            return PrefixMatch(",
     ),
     Mutation(
         "match a part of a page",
@@ -2489,17 +2489,17 @@ MUTATIONS = (
     Mutation(
         "states: a match that found nothing holds the root",
         _CACHE,
-        "        if length == 0:\n            return None\n",
-        "        if length == 0:\n            if not self.tree.walk(tokens, namespace, start)[1]:\n"
-        "                self._lock(self.tree.root)\n"
-        "            return None\n",
+        "        if length == 0:\n            return PrefixMatch(",
+        "        if length == 0:\n            if not tree.walk(tokens, namespace, start)[1]:\n"
+        "                self._lock(tree.root)\n"
+        "            return PrefixMatch(",
     ),
     Mutation(
         "states: a match that is cut until it reaches the root holds the root",
         _CACHE,
-        "        if length == 0:\n            return None\n",
-        "        if length == 0:\n            if self.tree.walk(tokens, namespace, start)[1]:\n"
-        "                self._lock(self.tree.root)\n            return None\n",
+        "        if length == 0:\n            return PrefixMatch(",
+        "        if length == 0:\n            if tree.walk(tokens, namespace, start)[1]:\n"
+        "                self._lock(tree.root)\n            return PrefixMatch(",
     ),
     Mutation(
         "states: lose the snapshots that a prompt crossed before it was given up",

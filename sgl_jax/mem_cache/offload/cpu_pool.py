@@ -96,7 +96,7 @@ class CpuPool:
         Return the blocks int32[groups, pages], 0 for values not copied. Return None, changing only
         ages, if the whole prefix is cached or free blocks are short.
         """
-        node = self.cache.match(tokens, namespace)
+        node = self.cache.match_prefix(tokens, namespace).node
         num_before = 0 if node is None else node.end // self.page_size
         is_copied = is_offered.copy()
         is_copied[:, :num_before] = False

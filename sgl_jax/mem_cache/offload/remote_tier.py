@@ -82,7 +82,7 @@ class RemoteTier:
     """The remote tier: a store below the host memory of `blocks`.
 
     Attributes:
-        awaited: ids of requests with a pending lookup or load.
+        pending: ids of requests with a pending lookup or load.
         num_loaded_tokens, num_put_blocks: tokens loaded and blocks written since the start.
         is_suspended: whether the store does not respond. Then no lookup or write begins.
         withdrawn: keys of pages, oldest first. Their values in the store may not be finite, so no

@@ -166,36 +166,6 @@ class RadixCache:
             length, _ = self.tree.resumable.usable_len(node, length, above)
         return node, length
 
-    def match(
-        self,
-        tokens: Int32Array,
-        namespace: str = "",
-        start: TreeNode | None = None,
-        first_pages: FirstPages = None,
-    ) -> TreeNode | None:
-        """Lock the longest resumable prefix of `tokens` until `unlock`, and return its last node.
-
-        Return None, locking nothing, if nothing matches. A lock of `start` moves to the returned
-        node; `first_pages` are the lease's first pages for that lock.
-        """
-        node, length = self.find(tokens, namespace, start)
-        if length == 0:
-            return None
-        if start is not None and length == start.end:
-            return start
-        node = self.tree.node_at(node, length)
-        self.tree.touch(node, start)
-        if self.tree.resumable is not None:
-            self.tree.resumable.read(node, self.tree.clock)
-        if start is None:
-            self._lock(node)
-            self.tree.merge_path(node)
-        else:
-            self.tree.merge_path(node, start)
-            self._move_lock(start, node, first_pages)
-        self.tree.settle()
-        return node
-
     def match_prefix(
         self,
         tokens: Int32Array,
@@ -203,15 +173,34 @@ class RadixCache:
         start: TreeNode | None = None,
         first_pages: FirstPages = None,
     ) -> PrefixMatch:
-        """Match (`match`), and return the pages after `start` that the next token reads."""
-        # Read before the lock moves, since `start` may then merge with the next node.
-        first = 0 if start is None else start.end // self.tree.page_size
-        node = self.match(tokens, namespace, start, first_pages)
-        if node is None:
+        """Lock the longest resumable prefix of `tokens` until `unlock`.
+
+        Nothing is locked if nothing matches. A lock of `start` moves to the end of the prefix;
+        `first_pages` are the lease's first pages for that lock.
+        """
+        tree = self.tree
+        node, length = self.find(tokens, namespace, start)
+        if length == 0:
             return PrefixMatch(0, np.zeros((self._num_groups, 0), np.int32), None)
+        # Read before the lock moves, since `start` may then merge with the next node.
+        first = 0 if start is None else start.end // tree.page_size
+        if start is not None and length == start.end:
+            node = start
+        else:
+            node = tree.node_at(node, length)
+            tree.touch(node, start)
+            if tree.resumable is not None:
+                tree.resumable.read(node, tree.clock)
+            if start is None:
+                self._lock(node)
+                tree.merge_path(node)
+            else:
+                tree.merge_path(node, start)
+                self._move_lock(start, node, first_pages)
+            tree.settle()
         pages = self._pages_behind(node, first)
         self.drop_unread(pages)
-        return PrefixMatch(node.end, pages, node)
+        return PrefixMatch(length, pages, node)
 
     def drop_unread(self, pages: Int32Array) -> None:
         """Zero the pages that the token after a prefix does not read, since no lock covers them.
@@ -322,7 +311,7 @@ class RadixCache:
         self.tree.merge_into_only_child(old)
 
     def unlock(self, node: TreeNode, first_pages: FirstPages = None) -> None:
-        """Undo one lock of `match` or `accept`, except what `unlock_passed` unlocked."""
+        """Undo one lock of `match_prefix` or `accept`, except what `unlock_passed` unlocked."""
         for component in self.tree.components:
             component.unlock(node, first_pages)
         self.num_locks -= 1

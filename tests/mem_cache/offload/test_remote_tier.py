@@ -317,7 +317,7 @@ def test_saved_prefixes_are_loaded_until_blocks_lack() -> None:
     for number in range(1, 5):
         rank.store_prefix(rank.tokens(number))
     rank.tier.blocks.cache.unlock(  # the first one is used once more
-        rank.tier.blocks.cache.match(rank.tokens(1))
+        rank.tier.blocks.cache.match_prefix(rank.tokens(1)).node
     )
     prefixes = saved_prefixes([save_tree(rank.tier.blocks.cache)])
     assert [int(prefix.tokens[0]) // 100 for prefix in prefixes] == [1, 4, 3, 2]

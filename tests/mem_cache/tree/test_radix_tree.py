@@ -28,7 +28,7 @@ class Tree:
         return node
 
     def match(self, *tokens: int) -> TreeNode | None:
-        return self.cache.match(np.array(tokens, np.int32))
+        return self.cache.match_prefix(np.array(tokens, np.int32)).node
 
 
 def test_a_sequence_becomes_one_edge() -> None:
