@@ -277,14 +277,7 @@ def _session(session: Session, memory: RankMemory | None, row: int | None) -> di
     return {
         "session_id": session.session_id,
         "is_streaming": isinstance(session, StreamingSession),
-        "turns": [
-            {
-                "name": turn.name,
-                "num_tokens": turn.num_tokens,
-                "parent": turn.parent if turn.parent >= 0 else None,
-            }
-            for turn in turns
-        ],
+        "turns": [turn._asdict() for turn in turns],
         "num_left_out": session.num_turns - len(turns),
         "forked_from": source and {"session_id": source[0], "num_turns": source[1]},
         "undone": [

@@ -67,7 +67,10 @@ class StreamingSession:
     def outline(self, most: int) -> list[TurnOutline]:
         """Return the last `most` turns, oldest first; each continues the previous one."""
         last = self.turns[-most:]
-        return [TurnOutline(each.name, each.num_tokens, i - 1) for i, each in enumerate(last)]
+        return [
+            TurnOutline(each.name, each.num_tokens, i - 1 if i else None)
+            for i, each in enumerate(last)
+        ]
 
     @property
     def num_tokens(self) -> int:

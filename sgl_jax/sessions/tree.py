@@ -115,7 +115,7 @@ class RegularSession:
         finished = list(islice(from_last, most))[::-1]
         index_of = {id(node): index for index, node in enumerate(finished)}
         return [
-            TurnOutline(node.name, node.num_tokens, index_of.get(id(node.parent), -1))
+            TurnOutline(node.name, node.num_tokens, index_of.get(id(node.parent)))
             for node in finished
         ]
 

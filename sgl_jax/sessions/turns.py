@@ -12,11 +12,11 @@ NO_TOKENS.flags.writeable = False
 
 
 class TurnOutline(NamedTuple):
-    """A finished turn for display. `parent` is the list index of the turn it continues, or -1."""
+    """A finished turn for display. `parent` is the list index of the turn it continues."""
 
     name: str
     num_tokens: int  # history, prompt and output
-    parent: int
+    parent: int | None
 
 
 def turn_of(message: GenerateRequest) -> SessionTurn:

@@ -34,7 +34,7 @@ PACKAGE = str(Path(sgl_jax.__file__).parent)
 FEW, MANY = 40, 500
 # Of calls to these the cost is the same only on average: a heap, a ring that is full or not, and
 # pages that left, which are written down many at once.
-NOT_COUNTED = ("eviction_queue.py", "transition_log.py", "ghost_pages.py")
+NOT_COUNTED = ("EvictionQueue.", "TransitionLog.", "GhostPages.")
 
 
 @pytest.fixture(autouse=True)
@@ -71,8 +71,8 @@ def counted() -> Iterator[Work]:
     work = Work()
 
     def trace(frame: FrameType, event: str, arg: object) -> Any:
-        path = frame.f_code.co_filename
-        if not path.startswith(PACKAGE) or path.endswith(NOT_COUNTED):
+        code = frame.f_code
+        if not code.co_filename.startswith(PACKAGE) or code.co_qualname.startswith(NOT_COUNTED):
             return None
         work.num_lines += event == "line"
         return trace

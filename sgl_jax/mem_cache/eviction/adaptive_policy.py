@@ -19,8 +19,7 @@ from math import sqrt
 import numpy as np
 
 from sgl_jax.mem_cache.errors import LedgerError
-from sgl_jax.mem_cache.eviction.eviction_policy import EvictionPolicy, UseRun
-from sgl_jax.mem_cache.eviction.eviction_queue import EvictionQueue
+from sgl_jax.mem_cache.eviction.eviction_policy import EvictionPolicy, EvictionQueue, UseRun
 from sgl_jax.mem_cache.eviction.ghost_pages import (
     GhostPages,
     Int64Array,

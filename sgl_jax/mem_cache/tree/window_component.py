@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from sgl_jax.core.step_plan import BoolArray, Int32Array
 from sgl_jax.mem_cache.errors import LedgerError
-from sgl_jax.mem_cache.eviction.eviction_queue import EvictionQueue
+from sgl_jax.mem_cache.eviction.eviction_policy import EvictionQueue
 from sgl_jax.mem_cache.pages.page_allocator import TREE, PageAllocator
 from sgl_jax.mem_cache.tree.tree_component import (
     FirstPages,

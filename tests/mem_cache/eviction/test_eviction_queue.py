@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from sgl_jax.mem_cache.eviction.eviction_queue import EvictionQueue
+from sgl_jax.mem_cache.eviction.eviction_policy import EvictionQueue
 
 
 @dataclass
