@@ -101,9 +101,7 @@ class RankMemory:
         )
         self.cache = self._make_cache()
         self.watcher: CacheWatcher | None = None
-        self.sessions = SessionLeases()
-        self.leases: dict[int, KVLease] = {}  # by row
-        self.locked = self._no_locks()
+        self._start()
         self._num_evicted_ahead = [
             min(num_pages // _PAGES_PER_EVICTED, _MAX_EVICTED_AHEAD)
             for num_pages in sizes.pool_pages
@@ -118,8 +116,10 @@ class RankMemory:
         kinds = ["full" if window is None else f"window {window}" for window in windows]
         return f"rank {self.dp_rank}, {' and '.join(kinds)}"
 
-    def _no_locks(self) -> tuple[LockedPages, ...]:
-        return tuple(LockedPages(num_pages) for num_pages in self.sizes.pool_pages)
+    def _start(self) -> None:
+        self.leases: dict[int, KVLease] = {}  # by row
+        self.sessions = SessionLeases()
+        self.locked = tuple(LockedPages(num_pages) for num_pages in self.sizes.pool_pages)
 
     def rebuild(self) -> None:
         """Reset all memory records without reading them, since they may be inconsistent.
@@ -129,7 +129,7 @@ class RankMemory:
         """
         for lease in self.leases.values():
             lease.released, lease.node = True, None
-        self.leases.clear()
+        self._start()
         self.row_pool.reset()
         for allocator in self.allocators:
             allocator.reset()
@@ -138,8 +138,6 @@ class RankMemory:
         self.cache.tree.block_log = block_log
         if block_log is not None:
             block_log.cleared()
-        self.sessions = SessionLeases()
-        self.locked = self._no_locks()
 
     def log_blocks(self) -> BlockLog:
         """Log all pages that enter or leave the cache; call this before the first lease."""

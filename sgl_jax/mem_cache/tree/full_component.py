@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from sgl_jax.core.cache_groups import CacheGroup
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.eviction.eviction_policy import EvictionPolicy
 from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
@@ -27,15 +28,13 @@ class FullComponent(TreeComponent):
 
     def __init__(
         self,
-        index: int,
+        number: int,
+        group: CacheGroup,
         allocator: PageAllocator,
         page_size: int,
         policy: EvictionPolicy,
-        *,
-        group: int = 0,
-        pool: int = 0,
     ) -> None:
-        super().__init__(index, allocator, page_size, group=group, pool=pool)
+        super().__init__(0, number, group, allocator, page_size)
         self._policy = policy
 
     def absorb(self, node: TreeNode, offer: LeaseOffer) -> None:

@@ -23,7 +23,7 @@ from sgl_jax.mem_cache.tree.full_component import BareTokens, FullComponent
 from sgl_jax.mem_cache.tree.prefix_cursor import common_prefix_len
 from sgl_jax.mem_cache.tree.radix_tree import RadixTree
 from sgl_jax.mem_cache.tree.tree_component import FirstPages, LeaseOffer
-from sgl_jax.mem_cache.tree.window_component import WindowComponent, lookback_pages
+from sgl_jax.mem_cache.tree.window_component import WindowComponent
 from sgl_jax.mem_cache.tree_node import TreeNode
 
 _IN_NO_POOL = -1
@@ -96,31 +96,19 @@ class RadixCache:
             if eviction_policy == "adaptive"
             else EvictionPolicy()
         )
-        self._full: FullComponent
-        if full_groups:
-            group = full_groups[0]
-            self._full = FullComponent(
-                0, allocators[pool], page_size, policy, group=group, pool=pool
+        self._full = (
+            FullComponent(
+                full_groups[0], groups[full_groups[0]], allocators[pool], page_size, policy
             )
-        else:
-            self._full = BareTokens(0, allocators[0], page_size, policy, pool=_IN_NO_POOL)
-        in_windows = [
-            (number, group, group.sliding_window)
-            for number, group in enumerate(groups)
-            if group.sliding_window is not None
-        ]
+            if full_groups
+            else BareTokens(0, CacheGroup(None, _IN_NO_POOL), allocators[0], page_size, policy)
+        )
+        in_windows = [each for each in enumerate(groups) if each[0] not in full_groups]
         self._windows = tuple(
             WindowComponent(
-                index,
-                allocators[group.pool],
-                page_size,
-                lookback_pages(window, page_size),
-                policy.num_classes,
-                group=number,
-                pool=group.pool,
-                is_recurrent=group.is_recurrent,
+                index, number, group, allocators[group.pool], page_size, policy.num_classes
             )
-            for index, (number, group, window) in enumerate(in_windows, 1)
+            for index, (number, group) in enumerate(in_windows, 1)
         )
         self.tree = RadixTree(page_size, self._full, policy, self._windows)
         self.cursors = self.tree.cursors

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sgl_jax.core.cache_groups import CacheGroup
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.pages.page_allocator import TREE, PageAllocator
@@ -42,21 +43,25 @@ class TreeComponent(ABC):
 
     Args:
         index: index of the component in `values` and `locks` of nodes.
+        number: number of the cache group `group` in offers and results.
         allocator: allocator of the pages' pool.
         page_size: page size in tokens.
-        group: number of the cache group in offers and results.
-        pool: number of the pages' pool.
 
     Attributes:
         num_evictable, num_protected: pages on the tree without locks, and with locks of leases.
     """
 
     def __init__(
-        self, index: int, allocator: PageAllocator, page_size: int, *, group: int, pool: int
+        self,
+        index: int,
+        number: int,
+        group: CacheGroup,
+        allocator: PageAllocator,
+        page_size: int,
     ) -> None:
         self.index = index
-        self.group = group
-        self.pool = pool
+        self.group = number
+        self.pool = group.pool
         self._allocator = allocator
         self._page_size = page_size
         self.num_evictable = 0

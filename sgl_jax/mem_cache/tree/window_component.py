@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from sgl_jax.core.cache_groups import CacheGroup
 from sgl_jax.core.step_plan import BoolArray, Int32Array
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.eviction.eviction_policy import EvictionQueue
@@ -49,23 +50,21 @@ def lookback_pages(sliding_window: int, page_size: int) -> int:
 
 class WindowComponent(TreeComponent):
     """Pages of layers that read `num_pages` pages, at least 1, before a position. `num_uses` of all
-    nodes is below `num_classes`. With `is_recurrent`, the values are snapshots of states."""
+    nodes is below `num_classes`. The values of a recurrent group are snapshots of states."""
 
     def __init__(
         self,
         index: int,
+        number: int,
+        group: CacheGroup,
         allocator: PageAllocator,
         page_size: int,
-        num_pages: int,
         num_classes: int,
-        *,
-        group: int,
-        pool: int,
-        is_recurrent: bool = False,
     ) -> None:
-        super().__init__(index, allocator, page_size, group=group, pool=pool)
-        self.num_pages = num_pages
-        self.order = WindowOrder(num_pages, num_classes, is_recurrent=is_recurrent)
+        super().__init__(index, number, group, allocator, page_size)
+        assert group.sliding_window is not None
+        self.num_pages = lookback_pages(group.sliding_window, page_size)
+        self.order = WindowOrder(self.num_pages, num_classes, is_recurrent=group.is_recurrent)
         self._absorbed: list[tuple[Int32Array, int]] = []  # taken pages that rows still own
 
     # -- values -----------------------------------------------------------------------------
