@@ -109,7 +109,7 @@ class MemoryReader:
             session_id=None if blocks is not None else _sessions_by_row(memory).get(owner),
             # The page shows no tree of CPU memory.
             node=None if node is None or blocks is not None else node.node_id,
-            num_locks=int(locks[page]),
+            num_locks=int(locks[page]) if owner == TREE else 0,
             last_access=None if node is None else node.last_access,
             clock=allocator.clock,
             moves=[
