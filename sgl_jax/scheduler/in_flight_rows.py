@@ -77,16 +77,17 @@ class InFlightRows(NamedTuple):
 
 
 @compiled(
-    "(int64[::1], int64[::1], share[::1], int32[::1], int32[::1], row[::1], int32[::1], "
-    "int32[::1])",
+    "(int64[::1], int64[::1], int64[::1], int32[::1], share[::1], int32[::1], row[::1], "
+    "int32[::1], int32[::1])",
     share=SHARE,
     row=ROW,
 )
 def launch(
-    own_rows: RowIndex,
     bounds: IntpArray,
-    shares: Records,
+    decode_rows: RowIndex,
+    chunk_rows: RowIndex,
     chunk_lens: Int32Array,
+    shares: Records,
     num_drafts: Int32Array,
     records: Records,
     committed_len: Int32Array,
@@ -95,20 +96,22 @@ def launch(
     """Count the rows of a step as launched; return LAUNCHED[n].
 
     Args:
-        own_rows: int64[n], rows by their index on their rank, rank by rank: first decode rows, then
+        bounds: int64[ranks + 1], the bounds of each rank's part of the result: decode rows, then
             prefill chunks.
-        bounds: int64[ranks + 1], the bounds of each rank's part of `own_rows`.
+        decode_rows, chunk_rows: int64, rows by their index on their rank, rank by rank.
+        chunk_lens: int32, the tokens of each chunk.
         shares: SHARE[ranks] with `num_decode`; the other fields are filled in.
-        chunk_lens: int32, the tokens of all chunks, rank by rank.
         num_drafts: int32, the drafts of all decode rows, rank by rank; empty if there are none.
         records: ROW of all joint rows.
         committed_len, epoch: int32, of all joint rows.
     """
-    launched = np.empty(len(own_rows), LAUNCHED)
+    launched = np.empty(len(decode_rows) + len(chunk_rows), LAUNCHED)
     num_ranks, rows_per_rank = len(shares), len(records) // len(shares)
     assert len(records) == len(committed_len) == len(epoch)
     assert len(bounds) == num_ranks + 1
-    assert bounds[num_ranks] == len(own_rows)
+    assert bounds[num_ranks] == len(launched)
+    assert len(chunk_rows) == len(chunk_lens)
+    assert len(num_drafts) in (0, len(decode_rows))
     chunk = decode = 0
     for rank in range(num_ranks):
         share = shares[rank]
@@ -116,22 +119,24 @@ def launch(
         first_chunk = bounds[rank] + share.num_decode
         assert first_chunk <= bounds[rank + 1]
         for i in range(bounds[rank], bounds[rank + 1]):
-            assert 0 <= own_rows[i] < rows_per_rank
-            number = rank * rows_per_rank + own_rows[i]
-            row, step = records[number], launched[i]
             num_tokens, drafts = 1, 0
             if i >= first_chunk:
-                assert chunk < len(chunk_lens)
-                num_tokens = chunk_lens[chunk]
+                assert chunk < len(chunk_rows)
+                own_row, num_tokens = chunk_rows[chunk], chunk_lens[chunk]
                 chunk += 1
-            elif len(num_drafts):
-                assert decode < len(num_drafts)
-                drafts = num_drafts[decode]
+            else:
+                assert decode < len(decode_rows)
+                own_row = decode_rows[decode]
+                if len(num_drafts):
+                    drafts = num_drafts[decode]
                 decode += 1
+            assert 0 <= own_row < rows_per_rank
+            number = rank * rows_per_rank + own_row
+            row, step = records[number], launched[i]
             start = committed_len[number]
             end = start + num_tokens
             num_scored = max(end - max(start, row.score_start), 0)
-            step.row, step.own_row, step.epoch = number, own_rows[i], epoch[number]
+            step.row, step.own_row, step.epoch = number, own_row, epoch[number]
             step.kv_start, step.kv_end, step.q_len = start, end, num_tokens + drafts
             step.num_unread, step.relayed = row.unread_drafts, row.unread_drafts > 0
             samples = end == row.planned_len

@@ -45,7 +45,8 @@ def choose_runnable(ranks: Ranks) -> list[Runnable]:
     fits = grow_rows(tables, ranks.memories, decoding["row"], decoding["end"], decode_bounds)
     # A copy, since compiled loops take contiguous rows.
     own_decoding, own_prefilling = decoding["own_row"].copy(), prefilling["own_row"].tolist()
-    needs = prefilling[["num_wanted", "num_unscored"]].tolist()
+    wanted, unscored = prefilling["num_wanted"].tolist(), prefilling["num_unscored"].tolist()
+    needs = list(zip(wanted, unscored, strict=True))
     return [
         Runnable(
             own_decoding[first:end],

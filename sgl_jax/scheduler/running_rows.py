@@ -133,12 +133,15 @@ class RunningRows(RowColumns):
         self.tokens[row, :count] = request.tokens
         last_block = count // TOKEN_BLOCK * TOKEN_BLOCK
         self.latest[row, : count - last_block] = request.tokens[last_block:]
-        self.known_len[row] = count
-        self.planned_len[row] = count
-        self.unread_drafts[row] = 0
+        is_scored = request.logprob_next < request.prompt_len
+        score_start = max(request.logprob_next - 1, 0) if is_scored else NOT_SCORED
+        self.records[row] = (
+            *(count, count, 0),  # known, planned, unread drafts
+            *(request.prompt_len + sampling.min_new_tokens, request.max_len, score_start),
+            *(request.message.top_logprobs_num, request.message.return_logprob),
+            *(sampling.grammar is not None, count == request.prompt_len),
+        )
         self.prompt_len[row] = request.prompt_len
-        self.min_len[row] = request.prompt_len + sampling.min_new_tokens
-        self.max_len[row] = request.max_len
         self.regained_len[row] = count + request.num_lost
         self.priority[row] = request.priority
         self.priorities.add(request.priority)
@@ -146,16 +149,12 @@ class RunningRows(RowColumns):
         self.stop_ids[row] = NO_TOKEN
         self.stop_ids[row, : len(stop_ids)] = stop_ids
         self.num_stop_ids = max(self.num_stop_ids, len(stop_ids))
-        self.has_grammar[row] = sampling.grammar is not None
-        self.return_logprob[row] = request.message.return_logprob
-        self.top_logprobs_num[row] = request.message.top_logprobs_num
         self.num_logprob_ids[row] = len(request.message.token_ids_logprob)
-        is_scored = request.logprob_next < request.prompt_len
-        self.score_start[row] = max(request.logprob_next - 1, 0) if is_scored else NOT_SCORED
-        self.is_unsent[row] = count == request.prompt_len
         self.requests[row] = request
         self.rids[row] = request.rid
-        self.active = np.concatenate((self.active, (row,)))
+        active = np.empty(len(self.active) + 1, np.intp)
+        active[:-1], active[-1] = self.active, row
+        self.active = active
 
     def remove(self, row: int) -> Int32Array:
         """Take a request out of its row; return a copy of its known tokens."""

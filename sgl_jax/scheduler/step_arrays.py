@@ -41,10 +41,11 @@ def build_plan(
     if ranks.max_draft_tokens:
         num_drafts = np.concatenate([builder.num_drafts for builder in builders])
     rows = launch(
-        np.concatenate(chosen),
         bounds,
+        np.concatenate([builder.decode_rows for builder in builders]),
+        np.array([row for row, _ in chunks], np.intp),
+        np.array([num_tokens for _, num_tokens in chunks], np.int32),
         shares,
-        np.array([length for builder in builders for length in builder.chunks.values()], np.int32),
         num_drafts,
         running.records,
         tables.kv_committed_len,

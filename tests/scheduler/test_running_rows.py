@@ -82,10 +82,11 @@ def launched(
     shares = np.zeros(2, SHARE)
     shares["num_decode"] = 1, 0
     rows = in_flight_rows.launch(
-        np.array(own_rows),
         np.array([0, 1, len(own_rows)]),
-        shares,
+        np.array(own_rows[:1], np.intp),
+        np.array(own_rows[1:], np.intp),
         np.array(chunk_lens, np.int32),
+        shares,
         np.array(num_drafts, np.int32),
         columns.records,
         np.array([0, 4, 0, 0, 2, 0], np.int32),

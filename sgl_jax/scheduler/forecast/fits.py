@@ -420,17 +420,20 @@ def next_line(
     assert end <= len(needs)
     assert end <= len(tenant)
     assert end == len(skip_count)
-    num_free = np.full(num_ranks, -1.0)
+    num_free, lowest_floor = np.full(num_ranks, -1.0), np.iinfo(np.int64).max
     for k in range(num_ranks):
         assert 0 <= ranks[k] < len(rooms) == len(open_tenants)
         room = rooms[ranks[k]]
         if room.is_open:
             num_free[k] = room.total - room.pages[0]
+        lowest_floor = min(lowest_floor, room.floor)
     for index in range(start, len(order)):
         line = order[index]
         assert 0 <= line < end
         assert 0 <= tenant[line] < open_tenants.shape[1]
         need, uncounted, may_hold = needs[line], -1, False
+        if need.priority <= lowest_floor:
+            continue  # no rank has prompt tokens for it
         is_starved = skip_count[line] >= max_skip_count
         for k in range(num_ranks):
             room, num_pages = rooms[ranks[k]], least[k, line]

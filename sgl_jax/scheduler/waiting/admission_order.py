@@ -109,25 +109,34 @@ class AdmissionOrder:
         keys = self._order_keys(least, turns, skip_count >= self._max_skip_count, levels)
         in_use = np.full(least.shape, -1, np.int32)
         in_use_at: list[dict[int, int]] = [{} for _ in ranks]
-        for order in _sorted_parts(keys):
+
+        def find(order: IntpArray, start: int) -> tuple[int, int]:
+            found: tuple[int, int] = next_line(
+                order,
+                start,
+                offer.rooms,
+                ranks,
+                least,
+                preempts,
+                columns.needs,
+                columns.tenant,
+                offer.open_tenants,
+                skip_count,
+                self._max_skip_count,
+                in_use,
+                self._lengths.chances,
+                MOMENTS,
+            )
+            return found
+
+        rest = (keys != LAST).nonzero()[0]
+        for most in (_FIRST_PART, end):
+            if find(rest, 0)[0] == len(rest):  # usually after the first part
+                return
+            order, rest = _sorted_part(rest, keys, most)
             index = 0
             while True:
-                index, found = next_line(
-                    order,
-                    index,
-                    offer.rooms,
-                    ranks,
-                    least,
-                    preempts,
-                    columns.needs,
-                    columns.tenant,
-                    offer.open_tenants,
-                    skip_count,
-                    self._max_skip_count,
-                    in_use,
-                    self._lengths.chances,
-                    MOMENTS,
-                )
+                index, found = find(order, index)
                 if index == len(order):
                     break
                 line = int(order[index])
@@ -269,13 +278,11 @@ class AdmissionOrder:
         return order
 
 
-def _sorted_parts(keys: Int64Array) -> Iterator[IntpArray]:
-    """Yield the lines that have a key in the order of their keys, in two parts: usually only the
-    first is tried. Lines with equal keys stay together, in the same order on every host."""
-    lines = (keys != LAST).nonzero()[0]
-    own = keys[lines]
-    if len(lines) > _FIRST_PART:
-        is_first = own <= np.partition(own, _FIRST_PART)[_FIRST_PART]
-        yield lines[is_first][own[is_first].argsort(kind="stable")]
-        lines, own = lines[~is_first], own[~is_first]
-    yield lines[own.argsort(kind="stable")]
+def _sorted_part(lines: IntpArray, keys: Int64Array, most: int) -> tuple[IntpArray, IntpArray]:
+    """Return about `most` of the lines with the lowest keys, sorted, and the rest. Lines with equal
+    keys stay together, in the same order on every host."""
+    own, rest = keys[lines], lines[:0]
+    if len(lines) > most:
+        is_first = own <= np.partition(own, most)[most]
+        lines, rest, own = lines[is_first], lines[~is_first], own[is_first]
+    return lines[own.argsort(kind="stable")], rest

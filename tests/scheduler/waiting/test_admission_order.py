@@ -5,7 +5,7 @@ import pytest
 
 from sgl_jax.core.step_plan import BoolArray
 from sgl_jax.scheduler.forecast.fits import NEVER, Int64Array
-from sgl_jax.scheduler.waiting.admission_order import _sorted_parts
+from sgl_jax.scheduler.waiting.admission_order import _sorted_part
 from sgl_jax.scheduler.waiting.queue_loops import LAST, MOST_ARRIVALS, order_keys
 from tests.scheduler.waiting.test_waiting_queue import Queue
 
@@ -21,9 +21,11 @@ def test_lines_come_by_their_keys_and_those_without_one_are_left_out(
     keys = np.full(count + num_left_out, LAST, np.int64)
     lines = np.random.default_rng(count).permutation(len(keys))[:count]
     keys[lines] = np.arange(count) << 40
-    parts = list(_sorted_parts(keys))
-    assert np.concatenate(parts).tolist() == lines.tolist()
-    assert len(parts[0]) == min(count, 65)
+    first, rest = _sorted_part((keys != LAST).nonzero()[0], keys, 64)
+    last, none = _sorted_part(rest, keys, len(rest))
+    assert np.concatenate((first, last)).tolist() == lines.tolist()
+    assert len(first) == min(count, 65)
+    assert not len(none)
 
 
 @pytest.mark.parametrize("count", COUNTS)

@@ -15,7 +15,7 @@ from sgl_jax.mem_cache.tree.cache_walk import audit_cache
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.tenants import MAX_TENANTS
-from sgl_jax.scheduler.waiting.admission_order import Offer, _sorted_parts
+from sgl_jax.scheduler.waiting.admission_order import Offer, _sorted_part
 from sgl_jax.scheduler.waiting.queue_loops import LAST, MOST_ARRIVALS, order_keys
 from sgl_jax.scheduler.waiting.waiting_queue import MAX_SKIP_COUNT, WaitingQueue
 from tests.scheduler.driver import make_sizes
@@ -264,10 +264,13 @@ def test_lines_with_equal_keys_are_tried_in_their_order(num_equal: int) -> None:
     keys = np.random.default_rng(num_equal).permutation(300)
     keys[:num_equal] = 50
     keys[100:120] = LAST
-    order = np.argsort(keys, kind="stable")[: np.count_nonzero(keys != LAST)]
-    first, last = _sorted_parts(keys)
+    lines = (keys != LAST).nonzero()[0]
+    order = np.argsort(keys, kind="stable")[: len(lines)]
+    first, rest = _sorted_part(lines, keys, 64)
+    last, none = _sorted_part(rest, keys, len(rest))
     assert [*first.tolist(), *last.tolist()] == order.tolist()
-    assert len(first) >= 64
+    assert len(first) >= min(64, len(lines))
+    assert not len(none)
 
 
 def test_more_requests_wait_than_a_key_tells_apart() -> None:
