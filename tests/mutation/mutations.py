@@ -3725,7 +3725,7 @@ MUTATIONS = (
     Mutation(
         "chunks: look for no short prompt that waits",
         _LINES,
-        "if num_lacking <= most_tokens or",
+        "if num_lacking <= most_tokens[k] or",
         "if",
     ),
     Mutation(

@@ -83,10 +83,7 @@ class Admission:
         assert highest is not None, "a request waits"
         threshold = self.args.priority_scheduling_preemption_threshold
         may_preempt = [_may_preempt(builder, highest - threshold) for builder in builders]
-        if not any(may_preempt) and not any(
-            builder.can_admit and builder.rank.has_row and self._has_tokens(builder, highest)
-            for builder in builders
-        ):
+        if not any(may_preempt) and not self._has_tokens(builders, highest, step):
             return
         forecast, records = ranks.forecast(), ranks.rooms()
         rooms = [
@@ -113,14 +110,24 @@ class Admission:
                 offer.open_tenants[each.dp_rank] = each.open_tenants
             is_changed = self._start_some(rooms, offer, step)
 
-    def _has_tokens(self, builder: StepBuilder, highest: int) -> bool:
-        """Return whether the step may have prompt tokens for a waiting request up to `highest`."""
-        num_above = highest - builder.priority_floor
-        if num_above == 1 and builder.most_tokens < NO_LIMIT:
-            return self._waiting.has_short(
-                builder.rank.dp_rank, builder.most_tokens, builder.open_tenants
-            )
-        return num_above > 0
+    def _has_tokens(self, builders: Sequence[StepBuilder], highest: int, step: int) -> bool:
+        """Return whether any rank may have prompt tokens for a waiting request."""
+        limited = []
+        for builder in builders:
+            num_above = highest - builder.priority_floor
+            if num_above > 0 and builder.can_admit and builder.rank.has_row:
+                if num_above > 1 or builder.most_tokens == NO_LIMIT:
+                    return True
+                limited.append(builder)
+        if not limited:
+            return False
+        open_tenants = np.zeros((len(limited), MAX_TENANTS + 1), np.bool_)
+        for k, builder in enumerate(limited):
+            if builder.open_tenants is not None:
+                open_tenants[k] = builder.open_tenants
+        ranks = np.array([builder.rank.dp_rank for builder in limited])
+        most_tokens = np.array([builder.most_tokens for builder in limited])
+        return self._waiting.has_short(ranks, most_tokens, open_tenants, step)
 
     def _start_some(self, rooms: list[RankCapacity], offer: Offer, step: int) -> bool:
         """Start requests in the queue's order, up to the first that preempted others. Return

@@ -225,30 +225,52 @@ def least_pages(
 
 
 @compiled(
-    "(int64, boolean[::1], boolean[::1], needs[::1], int32[::1], int64, int64, int32[::1], "
-    "boolean[::1])",
+    "(int64, int64[::1], int64[::1], boolean[:, ::1], int64, int64, int64, boolean[::1], "
+    "boolean[::1], boolean[::1], int64[::1], int32[::1], boolean[:, ::1], int32[::1], needs[::1], "
+    "int32[:, ::1])",
     needs=NEED,
 )
 def has_short(
     end: int,
+    ranks: IntpArray,
+    most_tokens: Int64Array,
+    open_tenants: BoolArray,
+    priority: int,
+    page_size: int,
+    step: int,
     is_waiting: BoolArray,
+    awaits_event: BoolArray,
     has_leader: BoolArray,
+    stay_until: Int64Array,
+    stay_rank: Int32Array,
+    may_run: BoolArray,
+    tenant: Int32Array,
     needs: Needs,
     cached_pages: Int32Array,
-    page_size: int,
-    most_tokens: int,
-    tenant: Int32Array,
-    open_tenants: BoolArray,
 ) -> bool:
-    """Return whether a line that waits for no prefix has at most `most_tokens` tokens to compute,
-    or a tenant of `open_tenants`. `cached_pages` are the rank's, the other arrays the queue's
-    columns; `open_tenants` is indexed by tenant."""
-    assert end <= len(cached_pages)
+    """Return whether a line of `priority` may be tried on one of `ranks`: it has at most that
+    rank's `most_tokens` tokens to compute there, or a tenant of that rank's `open_tenants`.
+
+    `open_tenants` is bool[len(ranks), tenants]; `step` and the following parameters are as in
+    `least_pages`.
+    """
+    assert end <= len(needs)
+    assert len(ranks) == len(most_tokens) == len(open_tenants)
     for line in range(end):
-        if is_waiting[line] and not has_leader[line]:
-            assert 0 <= tenant[line] < len(open_tenants)
-            num_lacking = needs[line].tokens - cached_pages[line] * page_size
-            if num_lacking <= most_tokens or open_tenants[tenant[line]]:
+        need = needs[line]
+        if need.priority != priority or not is_waiting[line]:
+            continue
+        if awaits_event[line] or has_leader[line]:
+            continue
+        assert 0 <= tenant[line] < open_tenants.shape[1]
+        for k in range(len(ranks)):
+            rank = ranks[k]
+            assert 0 <= rank < len(may_run)
+            is_elsewhere = stay_until[line] > step and stay_rank[line] != rank
+            if is_elsewhere or not may_run[rank, line]:
+                continue
+            num_lacking = need.tokens - cached_pages[rank, line] * page_size
+            if num_lacking <= most_tokens[k] or open_tenants[k, tenant[line]]:
                 return True
     return False
 

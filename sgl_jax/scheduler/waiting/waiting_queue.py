@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from sgl_jax.core.step_plan import BoolArray
+from sgl_jax.core.step_plan import BoolArray, IntpArray
 from sgl_jax.mem_cache.pages.req_to_token_pool import RowTables
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
@@ -19,7 +19,7 @@ from sgl_jax.scheduler.forecast.output_lengths import MOMENTS, OutputLengths
 from sgl_jax.scheduler.preemption import Preemptible
 from sgl_jax.scheduler.priority_counts import PriorityCounts
 from sgl_jax.scheduler.request import Request
-from sgl_jax.scheduler.tenants import MAX_TENANTS, Tenants
+from sgl_jax.scheduler.tenants import Tenants
 from sgl_jax.scheduler.waiting.admission_order import AdmissionOrder, Levels, Offer
 from sgl_jax.scheduler.waiting.queue_loops import (
     COUNTED_KINDS,
@@ -33,7 +33,6 @@ from sgl_jax.scheduler.waiting.waiting_columns import WaitingColumns
 
 # A request is due once this many later requests of its priority or a lower one started before it.
 MAX_SKIP_COUNT = 128
-_NO_TENANTS: BoolArray = np.zeros(MAX_TENANTS + 1, np.bool_)
 
 
 class WaitingQueue:
@@ -295,22 +294,32 @@ class WaitingQueue:
         own = num_lacking[request.line] if request.rid in self._requests else 0
         return int(num_lacking.sum() - own)
 
-    def has_short(self, dp_rank: int, most_tokens: int, open_tenants: BoolArray | None) -> bool:
-        """Return whether a request that waits for no prefix has at most `most_tokens` tokens to
-        compute on a rank, or a tenant, by number, of `open_tenants`."""
+    def has_short(
+        self, ranks: IntpArray, most_tokens: IntpArray, open_tenants: BoolArray, step: int
+    ) -> bool:
+        """Return whether a request of the highest priority may be tried in `step` on one of
+        `ranks`: it has at most that rank's `most_tokens` tokens to compute there, or a tenant of
+        its `open_tenants`, bool[len(ranks), tenants]."""
         columns = self._columns
         self._take_moves()
         self._drop_leaders(slice(columns.end))
         found: bool = has_short(
             columns.end,
-            columns.is_waiting,
-            columns.has_leader,
-            columns.needs,
-            columns.cached_pages[dp_rank],
-            self._memories[dp_rank].page_size,
+            ranks,
             most_tokens,
+            open_tenants,
+            self._priorities.highest or 0,
+            self._memories[0].page_size,
+            step,
+            columns.is_waiting,
+            columns.awaits_event,
+            columns.has_leader,
+            columns.stay_until,
+            columns.stay_rank,
+            columns.may_run,
             columns.tenant,
-            _NO_TENANTS if open_tenants is None else open_tenants,
+            columns.needs,
+            columns.cached_pages,
         )
         return found
 
