@@ -190,50 +190,53 @@ def append(
         tokens, latest: columns of `RowColumns`.
         stop_ids: the columns of `RowColumns.stop_ids` to check.
     """
-    num_rows, width = new_tokens.shape
-    plain, plain_tokens = np.empty(num_rows, np.int64), np.empty(num_rows, np.int32)
-    detailed, plain_bounds = np.empty(num_rows, np.int64), np.zeros_like(bounds)
-    num_tokens = num_failed = num_plain = num_detailed = 0
+    num_tokens, num_failed, (num_rows, width) = 0, 0, new_tokens.shape
     assert len(launched) == num_rows == bounds[len(bounds) - 1]
     assert len(records) == len(epoch) == len(tokens) == len(latest) == len(stop_ids)
-    for rank in range(len(bounds) - 1):
-        for i in range(bounds[rank], bounds[rank + 1]):
-            step, number = launched[i], launched[i].row
-            assert 0 <= number < len(records)
+    for i in range(num_rows):
+        step, number = launched[i], launched[i].row
+        assert 0 <= number < len(records)
+        count, end = 0, GOES_ON
+        if new_tokens[i, 0] == NON_FINITE:
+            end = FAILED
+            num_failed += 1
+        elif step.samples and epoch[number] == step.epoch:
             row = records[number]
-            count, end = 0, GOES_ON
-            if new_tokens[i, 0] == NON_FINITE:
-                end = FAILED
-                num_failed += 1
-            elif step.samples and epoch[number] == step.epoch:
-                length, min_len, max_len = row.known_len, row.min_len, row.max_len
-                assert 0 <= length < max_len <= tokens.shape[1]
-                while (
-                    end == GOES_ON and count < width and (count == 0 or new_tokens[i, count] >= 0)
-                ):
-                    token = new_tokens[i, count]
-                    place = length % TOKEN_BLOCK
-                    latest[number, place] = token
-                    if place == TOKEN_BLOCK - 1:
-                        for j in range(TOKEN_BLOCK):
-                            tokens[number, length - place + j] = latest[number, j]
-                    length += 1
-                    count += 1
-                    if length >= max_len:
-                        end = TOO_LONG
-                    if length > min_len:
-                        for j in range(stop_ids.shape[1]):
-                            if stop_ids[number, j] == token:
-                                end = STOPPED
-                row.known_len = length
-            step.num_gained, step.end = count, end
-            num_tokens += count
-            if count > 1 or (count and (end != GOES_ON or row.is_unsent or row.return_logprob)):
-                detailed[num_detailed] = i
-                num_detailed += 1
-            elif count:
-                plain[num_plain], plain_tokens[num_plain] = number, new_tokens[i, 0]
+            length, min_len, max_len = row.known_len, row.min_len, row.max_len
+            assert 0 <= length < max_len <= tokens.shape[1]
+            while end == GOES_ON and count < width and (count == 0 or new_tokens[i, count] >= 0):
+                token = new_tokens[i, count]
+                place = length % TOKEN_BLOCK
+                latest[number, place] = token
+                if place == TOKEN_BLOCK - 1:
+                    for j in range(TOKEN_BLOCK):
+                        tokens[number, length - place + j] = latest[number, j]
+                length += 1
+                count += 1
+                if length >= max_len:
+                    end = TOO_LONG
+                if length > min_len:
+                    for j in range(stop_ids.shape[1]):
+                        if stop_ids[number, j] == token:
+                            end = STOPPED
+            row.known_len = length
+        step.num_gained, step.end = count, end
+        num_tokens += count
+    plain, plain_tokens = np.empty(num_rows, np.int64), np.empty(num_rows, np.int32)
+    others, plain_bounds = np.empty(num_rows, np.int64), np.zeros_like(bounds)
+    num_plain = num_others = 0
+    for rank in range(len(bounds) - 1):
+        # A loop apart: the first waits for memory less if it does less.
+        for i in range(bounds[rank], bounds[rank + 1]):
+            step, row = launched[i], records[launched[i].row]
+            if step.num_gained == 0:
+                continue
+            if step.num_gained > 1 or step.end != GOES_ON or row.is_unsent or row.return_logprob:
+                others[num_others] = i
+                num_others += 1
+            else:
+                plain[num_plain], plain_tokens[num_plain] = step.row, new_tokens[i, 0]
                 num_plain += 1
         plain_bounds[rank + 1] = num_plain
     plain, plain_tokens = plain[:num_plain], plain_tokens[:num_plain]
-    return num_tokens, num_failed, plain, plain_tokens, plain_bounds, detailed[:num_detailed]
+    return num_tokens, num_failed, plain, plain_tokens, plain_bounds, others[:num_others]

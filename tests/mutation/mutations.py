@@ -628,8 +628,8 @@ MUTATIONS = (
     Mutation(
         "keep the overshoot past a stop",
         _LAUNCHED,
-        "end == GOES_ON and count < width and (",
-        "count < width and (",
+        "while end == GOES_ON and count < width and (",
+        "while count < width and (",
     ),
     Mutation(
         "leave the committed length behind the accepted drafts",

@@ -156,7 +156,8 @@ class RankCapacity:
         first, if that is worth the wait, and the pages that it takes to start in this step, or an
         upper bound if that fits; None if it cannot start."""
         request, cursor = trial.request, trial.cursors[self.dp_rank]
-        num_read = self.rank.reusable_len(request, cursor)
+        is_kept = request.kept_by is not None
+        num_read = self.rank.reusable_len(request, cursor) if is_kept else cursor.length
         leader = self.in_flight.leader(request, cursor, num_read)
         if leader is not None:
             num_read = leader.length

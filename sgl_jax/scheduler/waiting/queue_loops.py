@@ -227,7 +227,7 @@ def least_pages(
 @compiled(
     "(int64, int64[::1], int64[::1], boolean[:, ::1], int64, int64, int64, boolean[::1], "
     "boolean[::1], boolean[::1], int64[::1], int32[::1], boolean[:, ::1], int32[::1], needs[::1], "
-    "int32[:, ::1])",
+    "int32[:, ::1], int32[::1])",
     needs=NEED,
 )
 def has_short(
@@ -247,20 +247,24 @@ def has_short(
     tenant: Int32Array,
     needs: Needs,
     cached_pages: Int32Array,
+    most_cached: Int32Array,
 ) -> bool:
     """Return whether a line of `priority` may be tried on one of `ranks`: it has at most that
     rank's `most_tokens` tokens to compute there, or a tenant of that rank's `open_tenants`.
 
     `open_tenants` is bool[len(ranks), tenants]; `step` and the following parameters are as in
-    `least_pages`.
+    `least_pages`, and `most_cached` is a column.
     """
     assert end <= len(needs)
+    assert end <= len(most_cached)
     assert len(ranks) == len(most_tokens) == len(open_tenants)
+    most, has_open_tenant = most_tokens.max(), open_tenants.any()
     for line in range(end):
         need = needs[line]
         if need.priority != priority or not is_waiting[line]:
             continue
-        if awaits_event[line] or has_leader[line]:
+        is_long = need.tokens - most_cached[line] * page_size > most  # on each rank
+        if awaits_event[line] or has_leader[line] or (is_long and not has_open_tenant):
             continue
         assert 0 <= tenant[line] < open_tenants.shape[1]
         for k in range(len(ranks)):

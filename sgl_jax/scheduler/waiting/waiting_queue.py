@@ -320,6 +320,7 @@ class WaitingQueue:
             columns.tenant,
             columns.needs,
             columns.cached_pages,
+            columns.most_cached,
         )
         return found
 
