@@ -254,6 +254,13 @@ async def metrics_polling(target: Target) -> None:
     await many(target, one, 16)
 
 
+async def sessions_polling(target: Target) -> None:
+    async def one(_: int) -> None:
+        await target.get("/list_sessions")
+
+    await many(target, one, 16)
+
+
 async def cross_site_requests(target: Target) -> None:
     paths = ("/pause_generation", "/flush_cache", "/start_profile", "/abort_request")
 
@@ -289,6 +296,7 @@ ATTACKS: dict[str, Attack] = {
         header_floods,
         state_polling,
         metrics_polling,
+        sessions_polling,
         cross_site_requests,
     )
 }

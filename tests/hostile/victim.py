@@ -46,20 +46,25 @@ class Measured(NamedTuple):
         """The 99th percentile of the gaps during the attack over the one without."""
         return _p99(self.attacked.gaps_ms) / _p99(self.quiet.gaps_ms)
 
+    @property
+    def rate(self) -> float:
+        """Tokens of the victim's streams during the attack over those without."""
+        return len(self.attacked.gaps_ms) / len(self.quiet.gaps_ms)
+
     def __str__(self) -> str:
         quiet, attacked = self.quiet, self.attacked
         return (
             f"{self.name:20}{_p99(quiet.gaps_ms):9.1f}{_p99(attacked.gaps_ms):9.1f}"
             f"{self.ratio:7.2f}{max(quiet.gaps_ms):9.0f}{max(attacked.gaps_ms):9.0f}"
             f"{max(quiet.short_ms):9.0f}{max(attacked.short_ms, default=np.inf):9.0f}"
-            f"{len(attacked.gaps_ms):8}{self.memory_growth:+8.1%}"
+            f"{self.rate:8.2f}{self.memory_growth:+8.1%}"
         )
 
 
 HEADER = (
     f"{'':20}{'99 % of gaps, ms':^25}{'longest gap':^18}{'slowest short':^18}\n"
     f"{'attack':20}{'quiet':>9}{'attacked':>9}{'ratio':>7}"
-    f"{'quiet':>9}{'attacked':>9}{'quiet':>9}{'attacked':>9}{'tokens':>8}{'memory':>8}"
+    f"{'quiet':>9}{'attacked':>9}{'quiet':>9}{'attacked':>9}{'rate':>8}{'memory':>8}"
 )
 
 
