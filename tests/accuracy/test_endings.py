@@ -16,13 +16,8 @@ ENDINGS = (
 )
 
 
-@pytest.mark.parametrize(
-    "variant",
-    [
-        pytest.param(variant, id=variant.name, marks=pytest.mark.long if i else ())
-        for i, variant in enumerate(SOME)
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("variant", SOME, ids=lambda variant: variant.name)
 def test_every_ending_gives_its_memory_back(
     variant: Variant, reference: Outcome, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import Rig, prompt_of, served
+from tests.support.long import long
 from tests.text.recorded_answers import ANSWERS, TOOLS
 
 pytestmark = pytest.mark.anyio
@@ -116,15 +117,16 @@ FORMS: dict[str, Callable[[dict[str, Any]], list[Any]]] = {
 
 @pytest.mark.parametrize("route", [CHAT, RESPONSES, MESSAGES])
 @pytest.mark.parametrize("name", ["hermes, arguments first", "glm45", "gpt-oss", "qwen3_coder"])
+@pytest.mark.parametrize("every", [4, *long(1)])
 async def test_an_answer_that_was_cut_off_is_history_for_every_api(
-    tools_folder: Path, name: str, route: str
+    tools_folder: Path, name: str, route: str, every: int
 ) -> None:
     recorded = ANSWERS[name]
     asked = {"role": "user", "content": recorded.text}
     reasoning = recorded.reasoning or "none"
     async with served(tools_folder, recorded.tool or "none", reasoning) as (rig, _):
         size = len(rig.front.tokenizer.encode(recorded.text))
-        for limit in range(1, size + 2):
+        for limit in range(1, size + 2, every):
             answer = await post(rig, route, [asked], limit)
             await post(rig, route, [asked, *own_part(route, answer), QUESTION])
             message = as_chat(route, answer)

@@ -39,7 +39,6 @@ from tests.server.test_histories import (
 )
 from tests.support.long import long
 
-NUM_FORMATS = 10
 ROOM = 100_000  # tokens of a request
 COMPLETIONS, GENERATE = "/v1/completions", "/generate"
 THINK = "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
@@ -410,7 +409,7 @@ def try_cases(name: str, folder: Path, num_cases: int, *, shrinks: bool = True) 
         holds()
 
 
-@pytest.mark.parametrize("num_cases", [-(-500 // NUM_FORMATS), *long(5_000 // NUM_FORMATS)])
+@pytest.mark.parametrize("num_cases", [25, *long(500)])
 @pytest.mark.parametrize("name", FORMATS)
 def test_answers_are_histories(name: str, num_cases: int, tmp_path: Path) -> None:
     try_cases(name, tmp_path / "tokenizer", num_cases)
