@@ -150,9 +150,9 @@ class Call(NamedTuple):
     """One kind of message to the engine."""
 
     message: type[msgspec.Struct]
-    # Method name. The class is `Controls` for a `ControlMessage`, `SessionService` for a
-    # `SessionMessage`, `MemoryReader` for a `MemoryMessage`, `Scheduler` for the end of a request,
-    # else `EngineCore`.
+    # Method name. The class is `SessionService` for a `SessionMessage`, `MemoryReader` for a
+    # `MemoryMessage`, `Scheduler` for the end of a request, `EngineCore` for a request and the
+    # shutdown, else `Controls`.
     handler: str
     answer: Any = None  # type of `Reply.data`; None: no reply
     route: str | None = None  # path of the HTTP route; None: not exposed over HTTP

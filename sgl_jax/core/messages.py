@@ -388,8 +388,14 @@ class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """End the engine and abort the requests in flight."""
 
 
-ControlMessage = (
-    PauseGeneration
+# Messages with a `Reply`.
+CallMessage = (
+    FlushCache
+    | SaveCache
+    | GetState
+    | MemoryMessage
+    | SessionMessage
+    | PauseGeneration
     | ContinueGeneration
     | UpdateWeightsFromDisk
     | SetInternalState
@@ -399,6 +405,4 @@ ControlMessage = (
     | StopExpertRecord
     | DumpExpertRecord
 )
-# Messages with a `Reply`.
-CallMessage = FlushCache | SaveCache | GetState | MemoryMessage | SessionMessage | ControlMessage
 FrontMessage = GenerateRequest | AbortRequest | StopRequest | CallMessage | CancelCall | Shutdown

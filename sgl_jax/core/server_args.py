@@ -49,7 +49,7 @@ class ServerArgs(SchedulerArgs):
     kv_cache_scales: str | None = setting(
         None, "file of scales for fp8_e4m3, from scripts/calibrate_kv_scales; default: all are 1"
     )
-    context_length: int | None = setting(None, "tokens per request; default: the model's own limit")
+    context_length: int | None = setting(None, "tokens per request; default: the model's limit")
     strict_fields: bool = setting(
         False, "refuse fields of requests that have no effect, too, and hosted tools"
     )

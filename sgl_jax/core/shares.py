@@ -8,7 +8,7 @@ DEFAULT_PART = 0.75
 
 def tenant_text(tenant: str) -> str:
     """Name a tenant in a message to its clients; "" stands for all pooled tenants."""
-    return f"tenant {tenant!r}" if tenant else "the clients without a key of their own"
+    return f"tenant {tenant!r}" if tenant else "the clients that share a key or have none"
 
 
 class Shares:

@@ -76,7 +76,7 @@ class WorkerCore:
         has_left = False
         with watchdog, self._reporting():
             while True:
-                watchdog.fed_at = time.monotonic()
+                watchdog.feed()
                 command = self._link.receive(_BUSY_POLL_S if self._in_flight else _IDLE_POLL_S)
                 if isinstance(command, End):
                     break

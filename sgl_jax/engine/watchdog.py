@@ -25,11 +25,10 @@ def exit_process() -> None:
 
 
 class Watchdog:
-    """A thread that calls `beat` every second, and `on_stall` once if a turn takes too long.
+    """A thread that calls `beat` every second, and `on_stall` once if `feed` is overdue.
 
     It runs while this object is entered as a context manager. Each heartbeat includes `progress`.
-    `stall_timeout_s` is the age of `fed_at` that counts as a stall; None: no limit. Set `fed_at` to
-    `time.monotonic()` at the start of each turn of the loop.
+    `stall_timeout_s` is the time without `feed` that counts as a stall; None: no limit.
     """
 
     def __init__(
@@ -43,10 +42,14 @@ class Watchdog:
         self._progress = progress
         self._stall_timeout_s = stall_timeout_s
         self._on_stall = on_stall
-        self.fed_at = time.monotonic()
+        self._fed_at = time.monotonic()
         self._is_patient = False
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def feed(self) -> None:
+        """Record the start of a turn of the loop. Call this in each turn."""
+        self._fed_at = time.monotonic()
 
     @contextmanager
     def patience(self) -> Iterator[None]:
@@ -55,11 +58,11 @@ class Watchdog:
         try:
             yield
         finally:
-            self.fed_at = time.monotonic()
+            self.feed()
             self._is_patient = False
 
     def __enter__(self) -> "Watchdog":
-        self.fed_at = time.monotonic()
+        self.feed()
         self._thread.start()
         return self
 
@@ -73,7 +76,7 @@ class Watchdog:
         if timeout_s is not None:
             interval_s = min(interval_s, timeout_s / 4)
         while True:
-            turn_s = time.monotonic() - self.fed_at
+            turn_s = time.monotonic() - self._fed_at
             shown_s = None if timeout_s is None else turn_s
             self._beat(Heartbeat(turn_s=shown_s, progress=self._progress.report))
             if timeout_s is not None and turn_s > timeout_s and not self._is_patient:

@@ -353,7 +353,7 @@ def _resolve_for_model(args: ServerArgs, model: ModelConfig) -> ServerArgs:
     context_len = args.context_length or model.max_position_embeddings
     if context_len > model.max_position_embeddings:
         raise ValueError(
-            f"--context-length {context_len} exceeds the model's own limit of "
+            f"--context-length {context_len} exceeds the model's limit of "
             f"{model.max_position_embeddings} positions"
         )
     return dataclasses.replace(args, context_length=context_len)

@@ -29,7 +29,7 @@ class ExpertRecorder:
         self._before = self._read()
         if self._before is None:
             raise RuntimeError(
-                "experts are counted with --expert-distribution-recorder-mode stat alone"
+                "experts are counted only with --expert-distribution-recorder-mode stat"
             )
 
     def stop(self) -> None:

@@ -123,7 +123,7 @@ class KVPools(NamedTuple):
         if self.rows_within(pages) < 1:
             raise ValueError(
                 f"--swa-full-tokens-ratio {self.window_tokens_ratio} gives sliding windows too few "
-                f"pages for one request: {pages[1:]} beside {pages[0]} of the first pool; raise it"
+                f"pages for one request: {pages[1:]} with {pages[0]} of the first pool; raise it"
             )
 
 

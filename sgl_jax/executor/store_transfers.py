@@ -247,7 +247,7 @@ class StoreTransfers:
         with self._lock:
             self._answers.append(False)
             if self._probe_at_s is None:
-                logger.error("%s: it is left alone until a probe succeeds", why)
+                logger.error("%s: it is not used until a probe succeeds", why)
                 self._probe_at_s = time.monotonic() + _REST_S
 
     def _run_probe(self, lane: _Lane) -> None:

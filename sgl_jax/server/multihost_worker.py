@@ -194,5 +194,5 @@ class _WorkerServer:
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def _refuse(self, request: Request) -> Response:
-        reason = "this host serves /health, /liveness and /metrics alone; send requests to host 0"
+        reason = "this host serves only /health, /liveness and /metrics; send requests to host 0"
         return error_response(ApiError(404, reason), request.url.path)

@@ -11,11 +11,12 @@ from sgl_jax.core.calls import Call
 from sgl_jax.core.messages import (
     CALL_OF,
     AbortRequest,
-    ControlMessage,
     FrontMessage,
+    GenerateRequest,
     MemoryMessage,
     OpenSession,
     SessionMessage,
+    Shutdown,
     StopRequest,
 )
 from sgl_jax.engine.loop.controls import Controls
@@ -49,11 +50,11 @@ def test_each_message_has_one_row() -> None:
 
 @pytest.mark.parametrize("call", [*CALL_OF.values()], ids=lambda call: call.message.__name__)
 def test_its_handler_takes_that_message(call: Call) -> None:
-    owner: type = SessionService if call in SESSION_CALLS else EngineCore
+    owner: type = SessionService if call in SESSION_CALLS else Controls
     if call.message in (AbortRequest, StopRequest):
         owner = LiveRequests
-    if call.message in typing.get_args(ControlMessage):
-        owner = Controls
+    if call.message in (GenerateRequest, Shutdown):
+        owner = EngineCore
     if call.message in typing.get_args(MemoryMessage):
         owner = MemoryReader
     hints = typing.get_type_hints(getattr(owner, call.handler))

@@ -1,14 +1,16 @@
-"""Handles an operator's calls to a running engine: pauses, new weights, settings, traces.
+"""Handles calls to a running engine: sessions, memory, caches, pauses, weights, settings, traces.
 
 Each call runs between two turns of the engine loop. It changes requests only through scheduler
 events, so a recording contains the changes.
 """
 
 import dataclasses
+import logging
 import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +18,7 @@ from typing import Any, Protocol
 import msgspec
 
 from sgl_jax.core.calls import (
+    CacheSaved,
     Done,
     ExpertRecord,
     Flushed,
@@ -25,12 +28,23 @@ from sgl_jax.core.calls import (
     WeightsUpdated,
 )
 from sgl_jax.core.engine_messages import Reply
+from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import (
+    CALL_OF,
     AbortRequest,
+    CallMessage,
+    CancelCall,
+    CloseSession,
     ContinueGeneration,
     DumpExpertRecord,
     FlushCache,
+    ForkSession,
+    GetState,
+    MemoryMessage,
+    OpenSession,
     PauseGeneration,
+    SaveCache,
+    SessionMessage,
     SetInternalState,
     StartExpertRecord,
     StartProfile,
@@ -39,14 +53,20 @@ from sgl_jax.core.messages import (
     UpdateWeightsFromDisk,
 )
 from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.engine.channels import Channel
+from sgl_jax.engine.loop.saved_cache import CacheSaver
 from sgl_jax.engine.watchdog import Watchdog
 from sgl_jax.executor.expert_recorder import ExpertRecorder
 from sgl_jax.executor.model_executor import ModelExecutor, WeightsError
 from sgl_jax.mem_cache.errors import MemoryDefectError
+from sgl_jax.memory_view.reader import MemoryReader
 from sgl_jax.models.config_fields import ModelConfigError
 from sgl_jax.scheduler.events import Configure, Flush, Pause, Resume, RetractAll
 from sgl_jax.scheduler.scheduler import Scheduler
 
+logger = logging.getLogger(__name__)
+
+NOT_AWAITED = "its caller no longer waits"
 # No program or buffer depends on these settings, except for the chunk size, which may only shrink.
 CHANGEABLE = (
     "schedule_policy",
@@ -70,12 +90,15 @@ class Controlled(Protocol):
     executor: ModelExecutor
     scheduler: Scheduler
     watchdog: Watchdog
+    channel: Channel
 
     def settle(self) -> None: ...
 
     def empty_caches(self) -> None: ...
 
     def change_info(self, **facts: Any) -> None: ...
+
+    def state(self) -> dict[str, Any]: ...
 
 
 class CallUndo:
@@ -99,13 +122,130 @@ class CallUndo:
                 return
 
 
-class Controls:
-    """Handles each `ControlMessage` of `core` between two turns of its loop."""
+class PendingFlushes:
+    """The flushes that wait until no prefix is being written to the store.
 
-    def __init__(self, core: Controlled, undo: CallUndo) -> None:
-        """Handle calls for `core`. `undo` gets a step for each call with `Call.is_undone`."""
+    Attributes:
+        calls: the calls without a reply, each with its deadline by `time.monotonic()`.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self.calls: list[tuple[FlushCache, float]] = []
+
+    def add(self, message: FlushCache) -> None:
+        self.calls.append((message, time.monotonic() + _FLUSH_LIMIT_S))
+
+    def take(self, rid: str) -> list[FlushCache]:
+        taken = [message for message, _ in self.calls if message.rid == rid]
+        self.calls = [each for each in self.calls if each[0].rid != rid]
+        return taken
+
+    def answer_all(self, send: Callable[[Reply], object], defect_text: str) -> None:
+        """Flush if that is possible now, and reply to the calls that need not wait any longer.
+
+        If the flush finds a defect of the memory, all calls are refused with `defect_text` and
+        `MemoryDefectError` is raised.
+        """
+        # Removed first, so that a flush that finds a defect of the memory is not repeated.
+        calls, self.calls = self.calls, []
+        is_running = self._scheduler.num_running > 0
+        may_flush = not is_running and not self._scheduler.is_moving_out
+        try:
+            is_flushed = may_flush and self._scheduler.handle(Flush())
+        except MemoryDefectError:
+            for message, _ in calls:
+                send(refusal(message, defect_text, status_code=500))
+            raise
+        if is_flushed:
+            for message, _ in calls:
+                send(answer(message, Flushed()))
+            return
+        what = "requests are running" if is_running else "the store still writes prefixes"
+        now_s = time.monotonic()
+        for message, until_s in calls:
+            if is_running or until_s < now_s:
+                send(refusal(message, f"{what}; the cache was not flushed", code="busy"))
+            else:
+                self.calls.append((message, until_s))
+
+
+class Controls:
+    """Handles the calls of the frontend to `core` between two turns of its loop.
+
+    Attributes:
+        flushes: the flushes that wait.
+    """
+
+    def __init__(self, core: Controlled, saver: CacheSaver | None) -> None:
         self._core = core
-        self._undo = undo
+        self._saver = saver
+        self._undo = CallUndo()  # with a step for each call with `Call.is_undone`
+        self._memory_reader = MemoryReader(core.scheduler, core.executor.compile_counts)
+        self.flushes = PendingFlushes(core.scheduler)
+
+    def handle(self, message: CallMessage | CancelCall) -> Reply | None:
+        """Call the method that the message's record names. Return None if the reply comes later."""
+        if isinstance(message, SessionMessage):
+            return self._call_sessions(message)
+        handler = CALL_OF[type(message)].handler
+        if isinstance(message, MemoryMessage):
+            return self._read_memory(getattr(self._memory_reader, handler), message)
+        reply: Reply | None = getattr(self, handler)(message)
+        return reply
+
+    def cancel(self, message: CancelCall) -> None:
+        """Undo a call that its caller abandoned. `EngineCore.run` skips such calls that
+        have not begun."""
+        for flush in self.flushes.take(message.call):
+            self._core.channel.send(refusal(flush, NOT_AWAITED))
+        self._undo.undo(message.call)
+
+    def _call_sessions(self, message: SessionMessage) -> Reply:
+        reply: Reply = self._core.scheduler.handle(message)
+        if reply.ok and isinstance(message, OpenSession | ForkSession):
+            opened = (
+                message.new_session_id if isinstance(message, ForkSession) else message.session_id
+            )
+            close = CloseSession(session_id=opened)
+            undo = partial(self._core.scheduler.handle, close)
+            self._undo.note(message.rid, f"session {opened}", undo)
+        return reply
+
+    def flush(self, message: FlushCache) -> Reply | None:
+        """Queue a flush of the prefix caches. The reply is sent once nothing runs and no prefix is
+        being written to the store, at the earliest in this turn of the loop."""
+        self.flushes.add(message)
+        return None
+
+    def save_cache(self, message: SaveCache) -> Reply | None:
+        """Save the cache on another thread. The reply is sent when the save has ended."""
+        if self._saver is None:
+            return refusal(message, "there is no --restore-cache to save to", code="no_folder")
+
+        def send_reply(saved: Future[int]) -> None:
+            error = saved.exception()
+            if error is None:
+                self._core.channel.send(answer(message, CacheSaved(saved.result())))
+            else:
+                logger.error("the cache could not be saved", exc_info=error)
+                text = f"the cache could not be saved: {error}"
+                self._core.channel.send(refusal(message, text, status_code=500))
+
+        self._saver.save().add_done_callback(send_reply)
+        return None
+
+    def _read_memory(self, read: Callable[[Any], Any], message: MemoryMessage) -> Reply:
+        try:
+            return answer(message, read(message))
+        except InvalidRequestError as error:
+            return refusal(message, str(error), param=error.param)
+        except Exception as error:  # inconsistent records may raise anything
+            logger.exception("the memory cannot be read")
+            return refusal(message, f"the memory cannot be read: {error}", status_code=500)
+
+    def read_state(self, message: GetState) -> Reply:
+        return answer(message, self._core.state())
 
     def pause(self, message: PauseGeneration) -> Reply:
         """Launch no more steps. Tokens of launched steps are still sent."""
@@ -251,51 +391,3 @@ def answer(message: Any, data: Any) -> Reply:
 def refusal(message: Any, why: str, **data: Any) -> Reply:
     """Return the reply to a refused call, with the reason `why` and `Reply.data` from `data`."""
     return Reply(rid=message.rid, ok=False, message=why, data=data)
-
-
-class PendingFlushes:
-    """The flushes that wait until no prefix is being written to the store.
-
-    Attributes:
-        calls: the calls without a reply, each with its deadline by `time.monotonic()`.
-    """
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self.calls: list[tuple[FlushCache, float]] = []
-
-    def add(self, message: FlushCache) -> None:
-        self.calls.append((message, time.monotonic() + _FLUSH_LIMIT_S))
-
-    def take(self, rid: str) -> list[FlushCache]:
-        taken = [message for message, _ in self.calls if message.rid == rid]
-        self.calls = [each for each in self.calls if each[0].rid != rid]
-        return taken
-
-    def answer_all(self, send: Callable[[Reply], object], defect_text: str) -> None:
-        """Flush if that is possible now, and reply to the calls that need not wait any longer.
-
-        If the flush finds a defect of the memory, all calls are refused with `defect_text` and
-        `MemoryDefectError` is raised.
-        """
-        # Removed first, so that a flush that finds a defect of the memory is not repeated.
-        calls, self.calls = self.calls, []
-        is_running = self._scheduler.num_running > 0
-        may_flush = not is_running and not self._scheduler.is_moving_out
-        try:
-            is_flushed = may_flush and self._scheduler.handle(Flush())
-        except MemoryDefectError:
-            for message, _ in calls:
-                send(refusal(message, defect_text, status_code=500))
-            raise
-        if is_flushed:
-            for message, _ in calls:
-                send(answer(message, Flushed()))
-            return
-        what = "requests are running" if is_running else "the store still writes prefixes"
-        now_s = time.monotonic()
-        for message, until_s in calls:
-            if is_running or until_s < now_s:
-                send(refusal(message, f"{what}; the cache was not flushed", code="busy"))
-            else:
-                self.calls.append((message, until_s))

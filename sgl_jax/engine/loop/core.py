@@ -8,30 +8,18 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 import msgspec
 
-from sgl_jax.core.calls import CacheSaved
-from sgl_jax.core.engine_messages import EndRequested, EngineInfo, OutputBatch, Reply
-from sgl_jax.core.errors import GroupError, InvalidRequestError
+from sgl_jax.core.engine_messages import EndRequested, EngineInfo, OutputBatch
+from sgl_jax.core.errors import GroupError
 from sgl_jax.core.messages import (
     CALL_OF,
     AbortRequest,
     CancelCall,
-    CloseSession,
-    ControlMessage,
-    FlushCache,
-    ForkSession,
     FrontMessage,
     GenerateRequest,
-    GetState,
-    MemoryMessage,
-    OpenSession,
-    SaveCache,
-    SessionMessage,
     Shutdown,
     StopRequest,
     WithReply,
@@ -40,7 +28,7 @@ from sgl_jax.core.progress import Progress
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.step_plan import StepHandle, StepPlan
 from sgl_jax.engine.channels import Channel
-from sgl_jax.engine.loop.controls import CallUndo, Controls, PendingFlushes, answer, refusal
+from sgl_jax.engine.loop.controls import NOT_AWAITED, Controls, refusal
 from sgl_jax.engine.loop.kv_events import KVEventsConfig, open_kv_events
 from sgl_jax.engine.loop.memory_audit import BackgroundAudit, DefectRecord
 from sgl_jax.engine.loop.offload_transfers import OffloadTransfers
@@ -53,7 +41,6 @@ from sgl_jax.executor.first_token import first_token_plan
 from sgl_jax.executor.model_executor import ModelExecutor
 from sgl_jax.grammar.compiler import GrammarCompiler
 from sgl_jax.mem_cache.errors import MemoryDefectError
-from sgl_jax.memory_view.reader import MemoryReader
 from sgl_jax.multihost.group_executor import GroupExecutor
 from sgl_jax.scheduler.events import (
     AwaitPrograms,
@@ -76,7 +63,6 @@ _IDLE_POLL_S = 0.2
 _MOVING_POLL_S = 0.005  # used while prefixes are loaded or stored, or grammars are compiled
 # Used in the rare case that requests wait, none can run, and no step is in flight.
 _STARVED_POLL_S = 0.001
-_NOT_AWAITED = "its caller no longer waits"
 _NOT_COMPILED = "structured output cannot be served: its programs could not be compiled: "
 _REBUILT = (
     "the engine found the records of its memory wrong and started afresh; "
@@ -145,10 +131,7 @@ class EngineCore:
             args.max_step_failures, lambda count: self.change_info(failed_steps=count)
         )
         self._defects = DefectRecord(args.memory_dump_dir)
-        self._undo = CallUndo()
-        self._controls = Controls(self, self._undo)
-        self._memory_reader = MemoryReader(self.scheduler, self.executor.compile_counts)
-        self._flushes = PendingFlushes(self.scheduler)
+        self._controls = Controls(self, self._saver)
         self._is_shutting_down = False
         self._is_audited = True
         self._has_slices = args.check_memory in ("background", "busy")
@@ -172,14 +155,14 @@ class EngineCore:
             close: free the device's memory afterwards.
             after_turn: called after each turn of the loop, with True if the turn had nothing to do.
         """
-        self._channel = channel
+        self.channel = channel
         if isinstance(self.executor, GroupExecutor):
             self.executor.on_leaving(lambda rank: channel.send(EndRequested(host=rank)))
         self.watchdog = Watchdog(channel.send, self._progress, self.args.watchdog_timeout, on_stall)
         with self.watchdog:
             while not self._is_shutting_down:
                 is_resting = self.scheduler.is_resting and not self._in_flight
-                self.watchdog.fed_at = time.monotonic()
+                self.watchdog.feed()
                 may_wait = is_resting and not self.scheduler.needs_tick(time.monotonic())
                 is_moving = may_wait and self._is_moving()
                 poll_s = 0.0
@@ -195,7 +178,7 @@ class EngineCore:
                 cancelled = {each.call for each in messages if isinstance(each, CancelCall)}
                 for message in messages:
                     if isinstance(message, WithReply) and message.rid in cancelled:
-                        channel.send(refusal(message, _NOT_AWAITED))
+                        channel.send(refusal(message, NOT_AWAITED))
                     else:
                         self._handle(message)
                 try:
@@ -211,8 +194,8 @@ class EngineCore:
                         self._grammars.hand_out()
                     if self._transfers is not None:
                         self._transfer(self._transfers.move)
-                    if self._flushes.calls:
-                        self._flushes.answer_all(channel.send, _REBUILT)
+                    if self._controls.flushes.calls:
+                        self._controls.flushes.answer_all(channel.send, _REBUILT)
                     if self._saver is not None:
                         self._saver.save_if_due(now_s)
                     self._step()
@@ -249,7 +232,7 @@ class EngineCore:
     def _is_moving(self) -> bool:
         """Return whether background work may end soon while no step can be planned."""
         is_restoring = self._saver is not None and self.scheduler.is_restoring
-        return is_restoring or bool(self._flushes.calls) or self._grammars.is_busy
+        return is_restoring or bool(self._controls.flushes.calls) or self._grammars.is_busy
 
     def _look_for_programs(self) -> None:
         end = self.executor.background_end()
@@ -378,7 +361,7 @@ class EngineCore:
 
     def change_info(self, **facts: Any) -> None:
         self.info = self.info | facts
-        self._channel.send(EngineInfo(info=self.info))
+        self.channel.send(EngineInfo(info=self.info))
 
     def _audit(self) -> None:
         """Verify by a full walk, while idle, that no page has leaked since the last audit."""
@@ -392,18 +375,14 @@ class EngineCore:
     # -- messages ---------------------------------------------------------------------------
 
     def _handle(self, message: FrontMessage) -> None:
-        """Call the handler given by the table of calls, and send the reply that it returns."""
+        """Handle a message, and send the reply to it if there is one."""
         call = CALL_OF[type(message)]
-        if isinstance(message, ControlMessage):
-            handle: Any = getattr(self._controls, call.handler)
-        elif isinstance(message, MemoryMessage):
-            handle = partial(self._read_memory, getattr(self._memory_reader, call.handler))
-        elif isinstance(message, SessionMessage):
-            handle = self._call_sessions
-        elif isinstance(message, AbortRequest | StopRequest):
-            handle = self.scheduler.handle
-        else:
+        if isinstance(message, AbortRequest | StopRequest):
+            handle: Any = self.scheduler.handle
+        elif isinstance(message, GenerateRequest | Shutdown):
             handle = getattr(self, call.handler)
+        else:
+            handle = self._controls.handle
         if not call.is_read:
             self._is_audited = False
         started_s = time.thread_time()
@@ -417,24 +396,7 @@ class EngineCore:
             cost_s = time.thread_time() - started_s
             reply = msgspec.structs.replace(reply, cost_s=cost_s)
         if reply is not None:
-            self._channel.send(reply)
-
-    def cancel(self, message: CancelCall) -> None:
-        """Undo a call that its caller abandoned. `run` skips such calls that have not begun."""
-        for flush in self._flushes.take(message.call):
-            self._channel.send(refusal(flush, _NOT_AWAITED))
-        self._undo.undo(message.call)
-
-    def _call_sessions(self, message: SessionMessage) -> Reply:
-        reply: Reply = self.scheduler.handle(message)
-        if reply.ok and isinstance(message, OpenSession | ForkSession):
-            opened = (
-                message.new_session_id if isinstance(message, ForkSession) else message.session_id
-            )
-            close = CloseSession(session_id=opened)
-            undo = partial(self.scheduler.handle, close)
-            self._undo.note(message.rid, f"session {opened}", undo)
-        return reply
+            self.channel.send(reply)
 
     def submit(self, message: GenerateRequest) -> None:
         self.scheduler.handle(message)
@@ -456,48 +418,13 @@ class EngineCore:
             self._answer_defect(error)
         finally:
             if self.scheduler.has_outputs:
-                self._channel.send(self.scheduler.handle(TakeOutputs()))
-
-    def flush(self, message: FlushCache) -> Reply | None:
-        """Queue a flush of the prefix caches. The reply is sent once nothing runs and no prefix is
-        being written to the store, at the earliest in this turn of the loop."""
-        self._flushes.add(message)
-        return None
-
-    def save_cache(self, message: SaveCache) -> Reply | None:
-        """Save the cache on another thread. The reply is sent when the save has ended."""
-        if self._saver is None:
-            return refusal(message, "there is no --restore-cache to save to", code="no_folder")
-
-        def send_reply(saved: Future[int]) -> None:
-            error = saved.exception()
-            if error is None:
-                self._channel.send(answer(message, CacheSaved(saved.result())))
-            else:
-                logger.error("the cache could not be saved", exc_info=error)
-                text = f"the cache could not be saved: {error}"
-                self._channel.send(refusal(message, text, status_code=500))
-
-        self._saver.save().add_done_callback(send_reply)
-        return None
+                self.channel.send(self.scheduler.handle(TakeOutputs()))
 
     def empty_caches(self) -> None:
         """Empty the prefix caches and give up pending writes to the store. No request may run."""
         if self._transfers is not None:
             self._transfer(self._transfers.give_up_puts)
         self.scheduler.handle(Flush())
-
-    def _read_memory(self, read: Callable[[Any], Any], message: MemoryMessage) -> Reply:
-        try:
-            return answer(message, read(message))
-        except InvalidRequestError as error:
-            return refusal(message, str(error), param=error.param)
-        except Exception as error:  # inconsistent records may raise anything
-            logger.exception("the memory cannot be read")
-            return refusal(message, f"the memory cannot be read: {error}", status_code=500)
-
-    def read_state(self, message: GetState) -> Reply:
-        return answer(message, self.state())
 
     def state(self) -> dict[str, Any]:
         """Return `Scheduler.rank_states`, and counters since the start."""

@@ -1,6 +1,6 @@
 """The route `/v1/chat/completions`. Its body is a `ChatRequest`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, Struct, UnsetType
@@ -17,7 +17,7 @@ from sgl_jax.server.apis.openai import (
     field_names,
     token_text,
 )
-from sgl_jax.server.chat import AnswerPart, ChatAnswer, answer_chat
+from sgl_jax.server.chat import AnswerPart, ChatAnswer, PartKind, answer_chat
 from sgl_jax.server.chat_request import ChatRequest
 from sgl_jax.server.guards.bodies import JsonRoute
 from sgl_jax.server.references import References, references_of
@@ -102,6 +102,12 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     return await answer_chat(request, body, ChatFormat(references_of(request), body), names)
 
 
+_TEXT_DELTAS: dict[PartKind, Callable[[str], AssistantMessage]] = {
+    "content": AssistantMessage,
+    "reasoning": lambda gain: AssistantMessage(reasoning_content=gain),
+}
+
+
 class ChatFormat(OpenAIFormat):
     _kind, _type, _chunk_object = "chatcmpl", ChatCompletion, "chat.completion.chunk"
     _body: ChatRequest
@@ -117,7 +123,9 @@ class ChatFormat(OpenAIFormat):
             self._answers[index] = ChatAnswer(self._refs, self._body, stream)
         answer = self._answers[index]
         deltas = [
-            _delta(part, gain, answer)
+            _call_delta(part, gain, answer)
+            if part.kind == "call"
+            else _TEXT_DELTAS[part.kind](gain)
             for part, gain in answer.feed(chunk)
             if gain or (gain is not None and part.kind == "call")
         ]
@@ -159,12 +167,7 @@ class ChatFormat(OpenAIFormat):
         return logprobs, answer.finish_reason(finish), None if finish is None else finish.matched
 
 
-def _delta(part: AnswerPart, gain: str, answer: ChatAnswer) -> AssistantMessage:
-    match part.kind:
-        case "content":
-            return AssistantMessage(gain)
-        case "reasoning":
-            return AssistantMessage(reasoning_content=gain)
+def _call_delta(part: AnswerPart, gain: str, answer: ChatAnswer) -> AssistantMessage:
     index = answer.num_calls - 1
     call = ToolCallAnswer(CalledFunctionAnswer(gain), index=index)
     if not gain:

@@ -58,7 +58,7 @@ class TokenizeBody(StrictModel):
                     raise InvalidRequestError(f"{name} is for messages, not for a prompt", name)
         elif self.add_special_tokens:
             raise InvalidRequestError(
-                "add_special_tokens is for a prompt: the chat template writes its own",
+                "add_special_tokens is for a prompt: the chat template writes special tokens",
                 "add_special_tokens",
             )
         if self.add_generation_prompt is not None and self.add_generation_prompt == bool(

@@ -46,7 +46,7 @@ def warn_if_exposed(args: ServerArgs, keys: ApiKeys) -> None:
         logger.warning(
             "NO API KEY: every machine that can reach %s:%d can use the model, read all sessions, "
             "and pause or reconfigure this server. Set --api-key-file and "
-            "--admin-api-key-file, or listen on this machine alone with --host 127.0.0.1",
+            "--admin-api-key-file, or listen only on this machine with --host 127.0.0.1",
             args.host,
             args.port,
         )

@@ -89,7 +89,7 @@ def test_clients_without_a_share_of_their_own_leave_places_to_keys(
     assert list(rig.refusals) == ["4", "5", "6", "7"]
     refusal = rig.refusals["4"]
     assert (refusal.status_code, refusal.code) == (429, "tenant_queue_full")
-    assert "clients without a key of their own" in (refusal.message or "")
+    assert "clients that share a key or have none" in (refusal.message or "")
     rig.submit("x", "b", KEY)
     rig.hand_out_all()
     assert "x" in rig.ready
