@@ -1,4 +1,4 @@
-"""The contents of the host blocks, and the programs and the thread that move them.
+"""Transfers between the device pools and the blocks in host memory, and the thread that runs them.
 
 A copy is gathered from the device pools, in step order, and a thread then writes it to its blocks.
 The same thread reads the blocks of a fetch and uploads them to staging arrays on the devices. When
@@ -10,41 +10,31 @@ Each host stores the parts of pages that its devices hold.
 """
 
 import logging
-import math
 import queue
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
-from numpy.typing import NDArray
+from jax.sharding import Mesh
 
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.step_plan import Int32Array, PageTransfer
 from sgl_jax.core.transfers import StoreTransfer, TransferEnd, Transfers
 from sgl_jax.executor.block_stores.block_store import BlockStore
+from sgl_jax.executor.cpu_pool import Arrays, CpuPool
 from sgl_jax.executor.step import StepState
 from sgl_jax.executor.store_transfers import StoreTransfers
 from sgl_jax.mem_cache.device_pool import LayerStates
 
 logger = logging.getLogger(__name__)
 
-# Limits of one program run per rank.
-_PIECE_BYTES = 64 << 20
-_MAX_PIECE_PAGES = 64
 # Copies left by a failed step must end before its pools are replaced.
 _DEVICE_LIMIT_S = 60.0
 _NUM_TIMED = 3  # timed fetches; the first may take longer
-
-# The arrays of a pool, each [layers, dp * pages, ...].
-Arrays: TypeAlias = tuple[jax.Array, ...]
-Bytes: TypeAlias = NDArray[Any]  # unsigned integers of the element size
 
 
 class _Piece(NamedTuple):
@@ -56,7 +46,7 @@ class _Piece(NamedTuple):
 
 
 class CpuBlocks:
-    """The blocks on this host for the pools of a mesh.
+    """The blocks on this host for the pools of a mesh. `store` is the tier below, if there is one.
 
     Args:
         state: shapes of the tables and pools, see `EngineConfig.state_shapes`.
@@ -67,35 +57,22 @@ class CpuBlocks:
     def __init__(self, state: Any, sizes: EngineSizes, mesh: Mesh) -> None:
         self._sizes = sizes
         self._pools = [
-            _Pool(shapes, num_blocks, mesh)
+            CpuPool(shapes, num_blocks, mesh)
             for shapes, num_blocks in zip(_pools_of(state), sizes.host_blocks, strict=True)
         ]
         self._thread = ThreadPoolExecutor(1, "cpu blocks")
         self._fetches: dict[tuple[int, int], Future[list[_Piece]]] = {}
         self._jobs: list[Future[Any]] = []
         self._ended: queue.SimpleQueue[TransferEnd] = queue.SimpleQueue()
-        self._behind: StoreTransfers | None = None
+        self.store: StoreTransfers | None = None
 
     def open_store(
         self, store: BlockStore, fingerprint: str, awaited_limit_s: float | None
     ) -> None:
         """Attach a block store as the tier below host memory; arguments as in `StoreTransfers`."""
-        self._behind = StoreTransfers(
+        self.store = StoreTransfers(
             store, self._pools, fingerprint, self._ended.put, awaited_limit_s
         )
-
-    @property
-    def has_store(self) -> bool:
-        return self._behind is not None
-
-    @property
-    def fingerprint(self) -> str:
-        assert self._behind is not None, "there is a store"
-        return self._behind.fingerprint
-
-    def set_fingerprint(self, fingerprint: str) -> None:
-        assert self._behind is not None
-        self._behind.fingerprint = fingerprint
 
     def compile(self) -> None:
         for pool in self._pools:
@@ -126,14 +103,14 @@ class CpuBlocks:
         """Put the same prefix into the store and load it; return the tokens per second. Returns 0
         without a measurement. The store may serve this prefix from a faster cache."""
         num_pages, listed = self._timed_pages()
-        if self._behind is None or num_pages == 0:
+        if self.store is None or num_pages == 0:
             return 0.0
         pools = [np.full_like(blocks, pool) for pool, blocks in enumerate(listed)]
         keys = [np.stack(each, axis=1).view(np.uint8) for each in zip(pools, listed, strict=True)]
         move = StoreTransfer(0, 0, tuple(keys), listed)
-        self._behind.begin([], [], [move])
-        self._behind.begin([], [move], [])
-        self._behind.wait()
+        self.store.begin([], [], [move])
+        self.store.begin([], [move], [])
+        self.store.wait()
         _, end = self.ended()
         has_all = end.succeeded and all(found.all() for found in end.found)
         return num_pages * self._sizes.page_size / end.seconds if has_all else 0.0
@@ -157,8 +134,8 @@ class CpuBlocks:
         self.copy(state, transfers.copies)
         for move in transfers.fetches:
             self._fetches[move.dp_rank, move.number] = self._start(move, self._fetch)
-        if self._behind is not None:
-            self._behind.begin(transfers.searches, transfers.loads, transfers.puts)
+        if self.store is not None:
+            self.store.begin(transfers.searches, transfers.loads, transfers.puts)
         return state
 
     def copy(self, state: StepState, moves: Sequence[PageTransfer]) -> None:
@@ -186,18 +163,11 @@ class CpuBlocks:
             found.append(self._ended.get())
         return found
 
-    def look_at_store(self) -> list[bool]:
-        """Return the store's results since the last call, see `StoreTransfers.look`."""
-        return self._behind.look(time.monotonic()) if self._behind is not None else []
-
-    def give_up_store(self) -> None:
-        if self._behind is not None:
-            self._behind.give_up()
-
     def reset(self) -> None:
         """Wait for device transfers, fail the store's transfers, and drop all records."""
         self.wait()
-        self.give_up_store()
+        if self.store is not None:
+            self.store.give_up()
         self._fetches.clear()
         self.ended()
 
@@ -210,8 +180,8 @@ class CpuBlocks:
     def close(self) -> None:
         """Wait for all device transfers, and a limited time for the store's. Final."""
         self._thread.shutdown()
-        if self._behind is not None:
-            self._behind.close()
+        if self.store is not None:
+            self.store.close()
 
     def _start(self, move: PageTransfer, job: Callable[[PageTransfer], Any]) -> Future[Any]:
         def run() -> Any:
@@ -258,167 +228,6 @@ class CpuBlocks:
                 pools[piece.pool], move.dp_rank, piece.pages, piece.values
             )
         return _with_pools(state, pools)
-
-
-class _Pool:
-    """The blocks of one pool: [blocks, layers, ...] for each local device and each array."""
-
-    def __init__(self, shapes: Sequence[Any], num_blocks: int, mesh: Mesh) -> None:
-        self._shapes = tuple(shapes)
-        self._mesh = mesh
-        self._dp_size = mesh.shape["data"]
-        self._num_pages = shapes[0].shape[1] // self._dp_size  # per rank
-        page_bytes = sum(
-            math.prod(each.shape) * each.dtype.itemsize // each.shape[1] for each in shapes
-        )
-        self.piece_pages = max(1, min(_PIECE_BYTES // page_bytes, _MAX_PIECE_PAGES))
-        self._values = tuple(self._of_piece(each) for each in shapes)
-        self._stored: dict[tuple[int, jax.Device], Bytes] = {}
-        self._ranks: dict[jax.Device, int] = {}
-        self._places = {device: place for place, device in enumerate(mesh.devices.flat)}
-        self._padding: dict[tuple[int, jax.Device], jax.Array] = {}
-        for index, (pool, piece) in enumerate(zip(self._shapes, self._values, strict=True)):
-            for device, part in piece.sharding.addressable_devices_indices_map(piece.shape).items():
-                self._ranks[device] = (part[0].start or 0) // self.piece_pages
-                _, *page = piece.sharding.shard_shape(piece.shape)
-                size = np.dtype(f"u{pool.dtype.itemsize}")
-                self._stored[index, device] = np.empty((num_blocks, *page), size)
-        self._gather: Any = None
-        self._scatter: Any = None
-
-    def _of_piece(self, pool: Any) -> jax.ShapeDtypeStruct:
-        layers, _, *page = pool.shape
-        shape = (self._dp_size * self.piece_pages, layers, *page)
-        of_layers, of_pages, *of_page = pool.sharding.spec
-        sharding = self._sharding(P(of_pages, of_layers, *of_page))
-        return jax.ShapeDtypeStruct(shape, pool.dtype, sharding=sharding)
-
-    # -- programs ---------------------------------------------------------------------------
-
-    def compile(self) -> None:
-        """Compile the programs that read and write the device pools."""
-
-        def gather(pools: Arrays, ids: jax.Array) -> Arrays:
-            taken = [jnp.take(pool, ids[0], axis=1, mode="clip") for pool in pools]
-            return tuple(jnp.moveaxis(own, 1, 0) for own in taken)
-
-        def scatter(pools: Arrays, ids: jax.Array, values: Arrays) -> Arrays:
-            return tuple(
-                pool.at[:, ids[0]].set(jnp.moveaxis(own, 0, 1), mode="drop")
-                for pool, own in zip(pools, values, strict=True)
-            )
-
-        ids = jax.ShapeDtypeStruct(
-            (self._dp_size, self.piece_pages), jnp.int32, sharding=self._sharding(P("data"))
-        )
-        specs = tuple(shape.sharding.spec for shape in self._shapes)
-        of_pieces = tuple(shape.sharding.spec for shape in self._values)
-        self._gather = self._compiled(gather, (specs, P("data")), of_pieces, (self._shapes, ids))
-        self._scatter = self._compiled(
-            scatter,
-            (specs, P("data"), of_pieces),
-            specs,
-            (self._shapes, ids, self._values),
-            donate_argnums=0,
-        )
-
-    def _compiled(
-        self, program: Callable[..., Any], in_specs: Any, out_specs: Any, args: Any, **options: Any
-    ) -> Any:
-        mapped = jax.shard_map(
-            program, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-        )
-        return jax.jit(mapped, **options).lower(*args).compile()
-
-    def _sharding(self, spec: P) -> NamedSharding:
-        return NamedSharding(self._mesh, spec)
-
-    def _ids(self, dp_rank: int, pages: Int32Array) -> Int32Array:
-        """Return a rank's pages, padded with ids past the pool's end; other ranks: only padding."""
-        ids = np.full((self._dp_size, self.piece_pages), self._num_pages, np.int32)
-        ids[dp_rank, : len(pages)] = pages
-        return ids
-
-    def gather(self, pools: Arrays, dp_rank: int, pages: Int32Array) -> Arrays:
-        """Return the values of a rank's pages and start copying them to this host."""
-        if self._gather is None:
-            self.compile()
-        values: Arrays = self._gather(pools, self._ids(dp_rank, pages))
-        for array in values:
-            for shard in array.addressable_shards:
-                if self._ranks[shard.device] == dp_rank:
-                    shard.data.copy_to_host_async()
-        return values
-
-    def scatter(self, pools: Arrays, dp_rank: int, pages: Int32Array, values: Arrays) -> Arrays:
-        """Return the pools with `values` in a rank's pages. `pools` are donated."""
-        if self._scatter is None:
-            self.compile()
-        written: Arrays = self._scatter(pools, self._ids(dp_rank, pages), values)
-        return written
-
-    # -- blocks, on the thread of their transfer ----------------------------------------------
-
-    def _parts(self, dp_rank: int, block: int) -> list[Bytes]:
-        """Return a block's arrays on this host's devices, in mesh order (not by device id)."""
-        own = [device for device, rank in self._ranks.items() if rank == dp_rank]
-        return [
-            self._stored[index, device][block]
-            for device in sorted(own, key=self._places.__getitem__)
-            for index in range(len(self._shapes))
-        ]
-
-    def value(self, dp_rank: int, block: int) -> bytes:
-        return b"".join(part.tobytes() for part in self._parts(dp_rank, block))
-
-    def set_value(self, dp_rank: int, block: int, value: bytes) -> bool:
-        """Write the contents of a rank's block; return False if the size does not match."""
-        parts = self._parts(dp_rank, block)
-        if len(value) != sum(part.nbytes for part in parts):
-            return False
-        start = 0
-        for part in parts:
-            part[...] = np.frombuffer(value, part.dtype, part.size, start).reshape(part.shape)
-            start += part.nbytes
-        return True
-
-    def write(self, dp_rank: int, blocks: Int32Array, values: Arrays) -> None:
-        """Write the first values of a piece to a rank's blocks."""
-        for index, array in enumerate(values):
-            for shard in array.addressable_shards:
-                if self._ranks[shard.device] == dp_rank:
-                    stored = self._stored[index, shard.device]
-                    own = np.asarray(shard.data).view(stored.dtype)
-                    stored[blocks] = own[: len(blocks)]
-
-    def read(self, dp_rank: int, blocks: Int32Array) -> Arrays:
-        """Upload a piece that begins with a rank's blocks."""
-        return tuple(
-            self._read(index, piece, dp_rank, blocks) for index, piece in enumerate(self._values)
-        )
-
-    def _read(
-        self, index: int, piece: jax.ShapeDtypeStruct, dp_rank: int, blocks: Int32Array
-    ) -> jax.Array:
-        sharding: Any = piece.sharding
-        parts = []
-        for device in sharding.addressable_devices_indices_map(piece.shape):
-            stored = self._stored[index, device]
-            if self._ranks[device] == dp_rank:
-                own = np.empty(sharding.shard_shape(piece.shape), stored.dtype)
-                # Only in this mode, numpy copies the values once.
-                np.take(stored, blocks, axis=0, out=own[: len(blocks)], mode="clip")
-                parts.append(jax.device_put(own.view(piece.dtype), device))
-            else:
-                parts.append(self._padded(index, piece, device))
-        return jax.make_array_from_single_device_arrays(piece.shape, sharding, parts)
-
-    def _padded(self, index: int, piece: jax.ShapeDtypeStruct, device: jax.Device) -> jax.Array:
-        if (index, device) not in self._padding:
-            sharding: Any = piece.sharding
-            zeros = np.zeros(sharding.shard_shape(piece.shape), piece.dtype)
-            self._padding[index, device] = jax.device_put(zeros, device)
-        return self._padding[index, device]
 
 
 def _pools_of(state: Any) -> list[Any]:

@@ -51,6 +51,7 @@ from sgl_jax.executor.pool_size import choose_pool_pages, require_host_bytes
 from sgl_jax.executor.profiler import Profiler
 from sgl_jax.executor.programs import Programs
 from sgl_jax.executor.row_tables import DeviceRows, cut_admissions, empty_piece
+from sgl_jax.executor.store_transfers import StoreTransfers
 from sgl_jax.kernels.attention.cache_dtype import cache_dtype_name
 from sgl_jax.layers.agreement import of_each_host
 from sgl_jax.mem_cache.device_pool import kv_absmax, make_zeros
@@ -144,13 +145,13 @@ class ModelExecutor(Executor):
         self._programs = Programs(
             placed.graphdef, params, *self._state_shapes, self.sizes, self._mesh
         )
-        self._cpu_blocks: CpuBlocks | None = None
+        self.cpu_blocks: CpuBlocks | None = None
         if self.sizes.host_blocks:
             require_host_bytes(config.host_bytes(self.sizes, args.num_hosts))
-            self._cpu_blocks = CpuBlocks(self._state_shapes[0], self.sizes, self._mesh)
+            self.cpu_blocks = CpuBlocks(self._state_shapes[0], self.sizes, self._mesh)
             self._layout = config.kv_layout
             if args.hicache_storage_backend != "none":
-                self._cpu_blocks.open_store(
+                self.cpu_blocks.open_store(
                     open_block_store(args), self._kv_fingerprint(), args.store_timeout_s
                 )
         self.prefill_rate = self.fetch_rate = self.store_rate = 0.0
@@ -195,8 +196,8 @@ class ModelExecutor(Executor):
             return
         masked = self._warmup == "all"
         self._programs.compile_all(self._buckets.all, self._progress, masked=masked)
-        if self._cpu_blocks is not None:
-            self._cpu_blocks.compile()
+        if self.cpu_blocks is not None:
+            self.cpu_blocks.compile()
         self._write(empty_piece(self.sizes.dp_size, self.sizes.max_stop_ids))
         ranks = (_idle_rank(),) * self.sizes.dp_size
         shape = (0, 1 + self.sizes.max_draft_tokens, mask_words(self.sizes.vocab_size))
@@ -210,8 +211,8 @@ class ModelExecutor(Executor):
                 phase.advance()
             first = self.result(self.launch(first_token_plan(self.sizes)))
             check_first_token(first, self.sizes.vocab_size, self.info["model_path"])
-            if self._cpu_blocks is not None:
-                self._measure_rates(self._cpu_blocks)
+            if self.cpu_blocks is not None:
+                self._measure_rates(self.cpu_blocks)
             self.reset()
         self._watch.arm()
 
@@ -259,8 +260,8 @@ class ModelExecutor(Executor):
             admissions = [rank.admissions for rank in plan.ranks]
             for piece in cut_admissions(admissions, self.sizes.max_stop_ids):
                 self._write(piece)
-        if self._cpu_blocks is not None and plan.saved:
-            self._cpu_blocks.copy(self._state, plan.saved)
+        if self.cpu_blocks is not None and plan.saved:
+            self.cpu_blocks.copy(self._state, plan.saved)
         tokens = max(int(rank.q_lens.sum()) for rank in plan.ranks)
         bucket = self._buckets.smallest(tokens, max(len(rank.rows) for rank in plan.ranks))
         launched = self._run(bucket, plan)
@@ -299,29 +300,19 @@ class ModelExecutor(Executor):
     def transfer(self, transfers: Transfers) -> None:
         """Begin transfers between the devices and host memory; return while they run. After an
         error the device's state is lost: call `reset` and admit every request again."""
-        if self._cpu_blocks is not None:
-            self._state = self._cpu_blocks.transfer(self._state, transfers)
+        if self.cpu_blocks is not None:
+            self._state = self.cpu_blocks.transfer(self._state, transfers)
 
-    def look_at_store(self) -> list[bool]:
-        """Return the store's results since the last call, see `StoreTransfers.look`."""
-        return [] if self._cpu_blocks is None else self._cpu_blocks.look_at_store()
-
-    def give_up_store(self) -> None:
-        """End all transfers of the store now, as failed; `ended_transfers` then returns them."""
-        if self._cpu_blocks is not None:
-            self._cpu_blocks.give_up_store()
+    @property
+    def store(self) -> StoreTransfers | None:
+        """Return the transfers of the block store, if there is one."""
+        return None if self.cpu_blocks is None else self.cpu_blocks.store
 
     def renew_store_keys(self, *, keeps_kv: bool) -> None:
         """Renew the keys of stored KV after a change of the weights. If `keeps_kv`, KV of the old
         weights stays in use, so new blocks get a key that no later engine looks up."""
-        if self._cpu_blocks is not None and self._cpu_blocks.has_store:
-            fingerprint = secrets.token_hex(16) if keeps_kv else self._kv_fingerprint()
-            self._cpu_blocks.set_fingerprint(fingerprint)
-
-    def store_fingerprint(self) -> str:
-        """Return the fingerprint in the store's keys."""
-        assert self._cpu_blocks is not None, "there is a store"
-        return self._cpu_blocks.fingerprint
+        if self.store is not None:
+            self.store.fingerprint = secrets.token_hex(16) if keeps_kv else self._kv_fingerprint()
 
     def _kv_fingerprint(self) -> str:
         weights = weights_fingerprint(self._weights)
@@ -329,13 +320,13 @@ class ModelExecutor(Executor):
 
     def ended_transfers(self) -> list[TransferEnd]:
         """Return the transfers that have ended since the last call."""
-        return [] if self._cpu_blocks is None else self._cpu_blocks.ended()
+        return [] if self.cpu_blocks is None else self.cpu_blocks.ended()
 
     def reset(self) -> None:
         """Start over after a failed step, with empty pools and tables and nothing in flight."""
         self._in_flight.clear()
-        if self._cpu_blocks is not None:
-            self._cpu_blocks.reset()
+        if self.cpu_blocks is not None:
+            self.cpu_blocks.reset()
         with self._without_state():
             pass
 
@@ -451,8 +442,8 @@ class ModelExecutor(Executor):
         self._watch.disarm()
         if self._background is not None:
             self._background.close()
-        if self._cpu_blocks is not None:
-            self._cpu_blocks.close()
+        if self.cpu_blocks is not None:
+            self.cpu_blocks.close()
         self._in_flight.clear()
         jax.block_until_ready(self._state)
         del self._state, self._row_params, self._weights, self._programs

@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 
 from sgl_jax.core.messages import DumpExpertRecord, StartExpertRecord, StopExpertRecord
-from sgl_jax.engine.loop.controls import CallUndo, Controls
+from sgl_jax.engine.loop.controls import Controls
 from sgl_jax.executor.expert_recorder import ExpertRecorder, ReadCounts
 
 
 def controls(read: ReadCounts) -> Controls:
-    core: Any = SimpleNamespace(executor=SimpleNamespace(expert_recorder=ExpertRecorder(read)))
-    return Controls(core, CallUndo())
+    executor = SimpleNamespace(expert_recorder=ExpertRecorder(read), compile_counts=dict)
+    core: Any = SimpleNamespace(executor=executor, scheduler=None)
+    return Controls(core, None)
 
 
 def growing_counts() -> ReadCounts:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.step_plan import PageTransfer
 from sgl_jax.core.transfers import Transfers
-from sgl_jax.executor.cpu_blocks import _Pool
+from sgl_jax.executor.cpu_pool import CpuPool
 from sgl_jax.executor.model_executor import ModelExecutor
 
 HOST: dict[str, Any] = {"enable_hierarchical_cache": True, "hicache_ratio": 2.0}
@@ -21,8 +21,8 @@ HOST: dict[str, Any] = {"enable_hierarchical_cache": True, "hicache_ratio": 2.0}
 
 def test_both_rates_are_measured(make_executor: Callable[..., ModelExecutor]) -> None:
     executor = make_executor(**HOST)
-    assert executor._cpu_blocks is not None
-    executor._measure_rates(executor._cpu_blocks)
+    assert executor.cpu_blocks is not None
+    executor._measure_rates(executor.cpu_blocks)
     assert 0.0 < executor.fetch_rate < 1e12
     assert 0.0 < executor.prefill_rate < 1e12
     assert executor.ended_transfers() == []
@@ -34,13 +34,13 @@ def test_the_rate_of_the_store_is_measured(
     executor = make_executor(
         **HOST, hicache_storage_backend="file", hicache_storage_dir=str(tmp_path)
     )
-    assert executor._cpu_blocks is not None
-    assert 0.0 < executor._cpu_blocks.measure_store() < 1e12
+    assert executor.cpu_blocks is not None
+    assert 0.0 < executor.cpu_blocks.measure_store() < 1e12
     assert executor.ended_transfers() == []
-    behind = executor._cpu_blocks._behind
+    behind = executor.cpu_blocks.store
     assert behind is not None
     behind._suspend("it hangs")
-    assert executor._cpu_blocks.measure_store() == 0.0, "it is left alone"
+    assert executor.cpu_blocks.measure_store() == 0.0, "it is left alone"
 
 
 @pytest.mark.long
@@ -54,8 +54,8 @@ def test_the_warm_up_measures_and_leaves_nothing(make_args: Callable[..., Server
     pages = (np.array([1, 2], np.int32),)
     move = PageTransfer(0, 1, pages, pages)
     executor.transfer(Transfers(fetches=(move,)))
-    assert executor._cpu_blocks is not None
-    executor._cpu_blocks.wait()
+    assert executor.cpu_blocks is not None
+    executor.cpu_blocks.wait()
     (end,) = executor.ended_transfers()
     assert (end.number, end.succeeded) == (1, True)
     executor.transfer(Transfers(placed=(move,)))
@@ -72,7 +72,9 @@ def test_the_bytes_of_a_block_are_in_the_order_of_the_mesh(order: tuple[int, ...
     for devices in ((0, 1, 2, 3), order):
         mesh = Mesh(np.array(jax.devices())[list(devices)].reshape(2, 2), ("data", "tensor"))
         sharding = NamedSharding(mesh, P(None, "data", None, "tensor"))
-        pool = _Pool([jax.ShapeDtypeStruct(contents.shape, np.float32, sharding=sharding)], 3, mesh)
+        pool = CpuPool(
+            [jax.ShapeDtypeStruct(contents.shape, np.float32, sharding=sharding)], 3, mesh
+        )
         arrays = (jax.device_put(contents, sharding),)
         pool.write(1, blocks, pool.gather(arrays, 1, pages))
         values.append([pool.value(1, block) for block in (1, 2)])

@@ -64,7 +64,8 @@ class OffloadTransfers:
     def _report_ended(self) -> dict[tuple[int, int], float]:
         """Report ended transfers and replies of the store. Return the deadlines of the ended
         transfers for which requests wait."""
-        for answers in self._executor.look_at_store():
+        store = self._executor.store
+        for answers in [] if store is None else store.look(time.monotonic()):
             self._scheduler.handle(StoreSuspended(answers))
         ended_due_s = {}
         for end in self._executor.ended_transfers():
@@ -105,7 +106,8 @@ class OffloadTransfers:
         """Fail all transfers of the store without waiting, so that their pages can be freed."""
         while self._scheduler.is_storing:
             self.move()  # begins planned transfers
-            self._executor.give_up_store()
+            if self._executor.store is not None:
+                self._executor.store.give_up()
             self._report_ended()
 
     def launched(self, plan: StepPlan) -> None:

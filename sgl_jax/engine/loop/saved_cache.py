@@ -8,7 +8,6 @@ written completely or not at all. The last two saves are kept.
 import hashlib
 import logging
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from pathlib import Path
@@ -23,6 +22,7 @@ from sgl_jax.core.daemon_thread import DaemonThread
 from sgl_jax.core.private_files import make_private_folder
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.loop.offload_transfers import OffloadTransfers
+from sgl_jax.executor.store_transfers import StoreTransfers
 from sgl_jax.mem_cache.offload.saved_prefixes import SavedTree, saved_prefixes
 from sgl_jax.scheduler.events import RestoreCache
 from sgl_jax.scheduler.scheduler import Scheduler
@@ -121,13 +121,13 @@ class CacheSaver:
     def __init__(
         self,
         args: ServerArgs,
-        fingerprint: Callable[[], str],
+        store: StoreTransfers,
         scheduler: Scheduler,
         transfers: OffloadTransfers,
     ) -> None:
         assert args.restore_cache is not None, "else nothing is saved"
         self._folder = SavedCacheFolder(Path(args.restore_cache))
-        self._fingerprint = fingerprint
+        self._store = store
         self._scheduler = scheduler
         self._transfers = transfers
         self._interval_s = 60.0 * args.save_cache_interval
@@ -136,7 +136,7 @@ class CacheSaver:
         self._last: Future[int] | None = None
 
     def restore(self) -> None:
-        saved = self._folder.load(self._fingerprint())
+        saved = self._folder.load(self._store.fingerprint)
         if saved is None:
             return
         prefixes = saved_prefixes(saved.trees)
@@ -149,7 +149,7 @@ class CacheSaver:
     def save(self) -> "Future[int]":
         """Save the cache on another thread. The future holds the number of saved tokens."""
         saved = SavedCache(self._scheduler.saved_sessions(), self._scheduler.saved_trees())
-        self._last = self._thread.submit(self._write, saved, self._fingerprint())
+        self._last = self._thread.submit(self._write, saved, self._store.fingerprint)
         return self._last
 
     def _write(self, saved: SavedCache, fingerprint: str) -> int:

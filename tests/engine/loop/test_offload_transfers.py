@@ -34,7 +34,7 @@ def test_a_request_waits_for_a_search_and_its_load_once(monkeypatch: pytest.Monk
         fetch_rate=0.0,
         store_rate=0.0,
         ended_transfers=lambda: [ends.pop()] if ends else [],
-        look_at_store=list,
+        store=None,
         transfer=begun.append,
     )
     transfers = OffloadTransfers(scheduler, executor, 10.0)
