@@ -2,13 +2,16 @@
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.engine.front.request_stream import Tracer
 from sgl_jax.models.config import CONFIG_FILE, ModelConfig
 from sgl_jax.models.served import served_config
 from sgl_jax.text.tokenizer import Tokenizer
 from sgl_jax.text.tokenizer_check import load_tokenizer
+
+if TYPE_CHECKING:
+    from sgl_jax.engine.front.request_spans import RequestTracer  # its libraries may be missing
 
 _ENDPOINT = re.compile(r"(https?://)?[^\s/:]+:\d{1,5}|(https?://)?\[[0-9a-fA-F:]+\]:\d{1,5}")
 
@@ -24,7 +27,7 @@ def open_model_files(args: ServerArgs) -> Tokenizer:
     return load_tokenizer(args)
 
 
-def open_tracer(args: ServerArgs) -> Tracer | None:
+def open_tracer(args: ServerArgs) -> "RequestTracer | None":
     """Return the tracer of `args`, or None if tracing is off. Does not wait for the collector.
 
     Raises ValueError if OpenTelemetry is not installed, or the endpoint is not HOST:PORT.

@@ -24,8 +24,8 @@ from jax.sharding import Mesh
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.step_plan import Int32Array, PageTransfer
 from sgl_jax.core.transfers import StoreTransfer, TransferEnd, Transfers
+from sgl_jax.executor.block_pool import Arrays, BlockPool
 from sgl_jax.executor.block_stores.block_store import BlockStore
-from sgl_jax.executor.cpu_pool import Arrays, CpuPool
 from sgl_jax.executor.step import StepState
 from sgl_jax.executor.store_transfers import StoreTransfers
 from sgl_jax.mem_cache.device_pool import LayerStates
@@ -57,7 +57,7 @@ class CpuBlocks:
     def __init__(self, state: Any, sizes: EngineSizes, mesh: Mesh) -> None:
         self._sizes = sizes
         self._pools = [
-            CpuPool(shapes, num_blocks, mesh)
+            BlockPool(shapes, num_blocks, mesh)
             for shapes, num_blocks in zip(_pools_of(state), sizes.host_blocks, strict=True)
         ]
         self._thread = ThreadPoolExecutor(1, "cpu blocks")

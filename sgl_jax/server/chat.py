@@ -1,16 +1,8 @@
 """The path of a chat to its answer, shared by all APIs: body -> chat -> requests -> parts -> bytes.
 
-The body passes these functions until the engine has its requests:
-
-- `apis/chat.py`: `chat_completions` gets a `ChatRequest`, built from the bodies of other APIs;
-- `chat.py`: `answer_chat` checks it;
-- `requests.py`: `encode_chat` tokenizes it, and `prompt_requests` makes a request of each choice
-  with `RequestChecks.prepare` of `engine/front/request_checks.py`;
-- `answer_stream.py`: a `StreamGroup` submits each with `Frontend.submit` of
-  `engine/front/frontend.py`, which sends it with `EngineClient.send`.
-
-The chunks return to the group. The API's `AnswerFormat` reads them as parts with a `ChatAnswer`,
-and writes the parts as events, or as one answer at the end.
+A route calls `answer_chat`, which encodes the prompt, makes the engine's requests
+(`requests.py`) and submits them as a `StreamGroup` (`answer_stream.py`). The API's `AnswerFormat`
+reads the group's chunks as parts with a `ChatAnswer`, and writes events or one answer at the end.
 """
 
 import uuid

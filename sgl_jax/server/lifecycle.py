@@ -111,15 +111,13 @@ class _Server:
         self._stop = asyncio.Event()  # a signal came, or the engine died
         self._death: str | None = None
         self._exit_code = FAILED  # if the engine dies
-        self._signalled = False
         self._engine_may_end = False
         self._process: EngineProcess | None = None
         self._frontend: Frontend | None = None
         self._client = EngineClient()
 
     async def run(self) -> int:
-        for number in _SIGNALS:
-            self._loop.add_signal_handler(number, self._on_signal, number)
+        end_on_signals(self._stop, lambda: self._process)
         stopping = asyncio.ensure_future(self._stop.wait())
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(stopping.cancel)
@@ -274,15 +272,25 @@ class _Server:
             self._on_death(reason, reason, HOST_LOST)
             self._process.kill()
 
-    def _on_signal(self, number: int) -> None:
-        if not self._signalled:
+
+def end_on_signals(stop: asyncio.Event, process: Callable[[], EngineProcess | None]) -> None:
+    """Set `stop` after the first signal. After the second, kill the engine and exit at once."""
+    num_signals = 0
+
+    def handle(number: int) -> None:
+        nonlocal num_signals
+        num_signals += 1
+        if num_signals == 1:
             logger.info("got %s; again to exit at once", signal.Signals(number).name)
-            self._signalled = True
-            self._stop.set()
+            stop.set()
             return
-        if self._process is not None:
-            self._process.kill()
+        engine = process()
+        if engine is not None:
+            engine.kill()
         os._exit(KILLED_BY_SIGNAL + number)
+
+    for number in _SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, handle, number)
 
 
 async def until_silent(health: EngineHealth) -> None:

@@ -8,7 +8,6 @@ with the codes in core/errors.py. Must never import jax.
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -31,7 +30,6 @@ from sgl_jax.core.errors import (
     FAILED,
     GROUP_CODES,
     HOST_LOST,
-    KILLED_BY_SIGNAL,
     EngineDeadError,
     ShuttingDownError,
 )
@@ -44,12 +42,11 @@ from sgl_jax.metrics.host_metrics import HostMetrics
 from sgl_jax.server.admin.management import health_answer, starting_error
 from sgl_jax.server.errors import ApiError, error_response
 from sgl_jax.server.guards.limits import Limits
-from sgl_jax.server.lifecycle import until_silent
+from sgl_jax.server.lifecycle import end_on_signals, until_silent
 from sgl_jax.server.listening import http_on, listening_socket, notify_systemd, url_of
 
 logger = logging.getLogger(__name__)
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _ENGINE_STOP_TIMEOUT_S = 15.0  # after the time that host 0 has to finish its requests
 
 
@@ -84,8 +81,7 @@ class _WorkerServer:
         self._process: EngineProcess | None = None
 
     async def run(self) -> int:
-        for number in _SIGNALS:
-            self._loop.add_signal_handler(number, self._on_signal, number)
+        end_on_signals(self._signalled, lambda: self._process)
         rank = self._args.node_rank
         routes = [
             Route("/health", self._answer_health),
@@ -160,15 +156,6 @@ class _WorkerServer:
                 self._ended.set_result(report)
 
         self._loop.call_soon_threadsafe(end)
-
-    def _on_signal(self, number: int) -> None:
-        if not self._signalled.is_set():
-            logger.info("got %s; again to exit at once", signal.Signals(number).name)
-            self._signalled.set()
-            return
-        if self._process is not None:
-            self._process.kill()
-        os._exit(KILLED_BY_SIGNAL + number)
 
     async def _answer_health(self, request: Request) -> Response:
         return health_answer(self._check, self._health, "ready")

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.step_plan import PageTransfer
 from sgl_jax.core.transfers import Transfers
-from sgl_jax.executor.cpu_pool import CpuPool
+from sgl_jax.executor.block_pool import BlockPool
 from sgl_jax.executor.model_executor import ModelExecutor
 
 HOST: dict[str, Any] = {"enable_hierarchical_cache": True, "hicache_ratio": 2.0}
@@ -72,7 +72,7 @@ def test_the_bytes_of_a_block_are_in_the_order_of_the_mesh(order: tuple[int, ...
     for devices in ((0, 1, 2, 3), order):
         mesh = Mesh(np.array(jax.devices())[list(devices)].reshape(2, 2), ("data", "tensor"))
         sharding = NamedSharding(mesh, P(None, "data", None, "tensor"))
-        pool = CpuPool(
+        pool = BlockPool(
             [jax.ShapeDtypeStruct(contents.shape, np.float32, sharding=sharding)], 3, mesh
         )
         arrays = (jax.device_put(contents, sharding),)

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Set
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -36,10 +36,13 @@ from sgl_jax.core.messages import (
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.shares import Shares, tenant_text
 from sgl_jax.engine.front.request_checks import EngineFacts, RequestChecks
-from sgl_jax.engine.front.request_stream import RequestStream, Tracer
+from sgl_jax.engine.front.request_stream import RequestStream
 from sgl_jax.metrics.request_metrics import RequestMetrics
 from sgl_jax.text.tokenizer import Tokenizer
 from sgl_jax.text.tokenizer_check import check_vocabulary
+
+if TYPE_CHECKING:
+    from sgl_jax.engine.front.request_spans import RequestTracer  # its libraries may be missing
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +62,7 @@ class Frontend:
         tokenizer: Tokenizer,
         info: Mapping[str, Any],
         send: Callable[[FrontMessage], None],
-        tracer: Tracer | None = None,
+        tracer: "RequestTracer | None" = None,
     ) -> None:
         """Create the frontend of a started engine.
 

@@ -7,9 +7,8 @@ never use the network or asyncio.
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence, Set
+from typing import NamedTuple
 
 from sgl_jax.core.engine_messages import FinishReason, Mark, RequestOutput, TokenLogprobs
 from sgl_jax.core.messages import GenerateRequest
@@ -68,7 +67,7 @@ class RequestStream:
         self.last_token_at: float | None = None
         self.finished_at: float | None = None
         self.marks: list[Mark] = []
-        self.on_end: Callable[[RequestStream], None] | None = None  # see `Tracer.begin`
+        self.on_end: Callable[[RequestStream], None] | None = None  # see `RequestTracer.begin`
 
         sampling = request.sampling
         self._lock = lock
@@ -204,19 +203,3 @@ class RequestStream:
         if self.request.sampling.no_stop_trim or finish is None or finish.type != "stop":
             return ids
         return ids[:-1] if ids and finish.matched == ids[-1] else ids
-
-
-class Tracer(Protocol):
-    """Reports each request's times after the request has ended."""
-
-    def continued(self, headers: Mapping[str, str]) -> AbstractContextManager[None]:
-        """Continue the trace named in HTTP headers, if any, for requests that begin inside."""
-        ...
-
-    def begin(self) -> Callable[[RequestStream], None]:
-        """Begin a trace in the current context. Call the result once, after the stream's end."""
-        ...
-
-    def close(self) -> None:
-        """Send all queued spans, within seconds."""
-        ...

@@ -5,12 +5,15 @@ import re
 import time
 import uuid
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sgl_jax.core.log_lines import request_id
-from sgl_jax.engine.front.request_stream import Tracer
+
+if TYPE_CHECKING:
+    from sgl_jax.engine.front.request_spans import RequestTracer  # its libraries may be missing
 
 logger = logging.getLogger(__name__)
 HEADER = "x-request-id"
@@ -25,7 +28,7 @@ class RequestIdMiddleware:
     a `tracer`, continues the trace of the client or proxy.
     """
 
-    def __init__(self, app: ASGIApp, *, logs_access: bool, tracer: Tracer | None) -> None:
+    def __init__(self, app: ASGIApp, *, logs_access: bool, tracer: "RequestTracer | None") -> None:
         self._app = app
         self._logs_access = logs_access
         self._tracer = tracer

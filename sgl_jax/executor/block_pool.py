@@ -21,7 +21,7 @@ Arrays: TypeAlias = tuple[jax.Array, ...]
 Bytes: TypeAlias = NDArray[Any]  # unsigned integers of the element size
 
 
-class CpuPool:
+class BlockPool:
     """The blocks of one pool: [blocks, layers, ...] for each local device and each array."""
 
     def __init__(self, shapes: Sequence[Any], num_blocks: int, mesh: Mesh) -> None:
