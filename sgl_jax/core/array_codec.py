@@ -9,7 +9,6 @@ import numpy as np
 
 
 def make_encoder() -> msgspec.msgpack.Encoder:
-    """Return an encoder of structs and numpy arrays."""
     return msgspec.msgpack.Encoder(enc_hook=_encode_array)
 
 

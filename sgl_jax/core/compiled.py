@@ -54,7 +54,6 @@ def compiled(types: str, **records: np.dtype[Any]) -> Callable[[_Loop], _Loop]:
 
 
 def compile_loops(progress: Progress | None = None) -> None:
-    """Compile all declared loops, or load them from numba's cache."""
     if not _pending:
         return
     num_compiled = 0

@@ -95,7 +95,6 @@ class EngineSizes(NamedTuple):
 
     @property
     def pages_per_row(self) -> int:
-        """Return the number of pages for one request of the longest context."""
         return -(-self.max_context_len // self.page_size)
 
     @property

@@ -125,7 +125,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def grammar(self) -> Grammar | None:
-        """Return the grammar that constrains the output, or None."""
         for kind in GRAMMAR_KINDS:
             text = getattr(self, kind)
             if text is not None:

@@ -463,7 +463,6 @@ class ServerArgs(SchedulerArgs):
 
     @property
     def storage_folder(self) -> Path | None:
-        """Return the folder of the block store, or None."""
         if self.hicache_storage_dir is None:
             return None if self.restore_cache is None else Path(self.restore_cache) / "blocks"
         return Path(self.hicache_storage_dir)

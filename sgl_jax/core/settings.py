@@ -45,5 +45,4 @@ def check_settings(settings: Any) -> None:
 
 
 def flag(name: str) -> str:
-    """Return the name of a setting on the command line."""
     return "--" + name.replace("_", "-")

@@ -120,7 +120,6 @@ class RankPlan(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of query tokens of this rank in this step."""
         return int(self.q_lens.sum())
 
     def known_drafts(self, index: int) -> list[int]:
@@ -233,6 +232,4 @@ class Executor(Protocol):
         """
         ...
 
-    def result(self, handle: StepHandle) -> tuple[RankResult, ...]:
-        """Wait for a step and return the results of each rank."""
-        ...
+    def result(self, handle: StepHandle) -> tuple[RankResult, ...]: ...

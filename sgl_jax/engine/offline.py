@@ -81,7 +81,6 @@ class Engine:
 
     @property
     def info(self) -> dict[str, Any]:
-        """Return facts of the loaded model, and the sizes of the engine."""
         return self._core.info
 
     @property

@@ -116,7 +116,6 @@ class EngineProcess:
         self._report()
 
     def kill(self) -> None:
-        """Kill the process, and report its exit."""
         self._process.kill()
         self._report()
 

@@ -57,8 +57,6 @@ class BlockPool:
     # -- programs ---------------------------------------------------------------------------
 
     def compile(self) -> None:
-        """Compile the programs that read and write the device pools."""
-
         def gather(pools: Arrays, ids: jax.Array) -> Arrays:
             taken = [jnp.take(pool, ids[0], axis=1, mode="clip") for pool in pools]
             return tuple(jnp.moveaxis(own, 1, 0) for own in taken)

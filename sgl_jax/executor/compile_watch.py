@@ -103,7 +103,6 @@ class BackgroundCompilation:
 
     @property
     def is_done(self) -> bool:
-        """Return True when every job has ended, with success or an error."""
         return not self._thread.is_alive()
 
     def close(self) -> None:

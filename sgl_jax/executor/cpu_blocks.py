@@ -156,7 +156,6 @@ class CpuBlocks:
             self._start(move, partial(self._save, pieces))
 
     def ended(self) -> list[TransferEnd]:
-        """Return the transfers that have ended since the last call."""
         self._jobs = [job for job in self._jobs if not job.done()]
         found = []
         while not self._ended.empty():

@@ -96,13 +96,11 @@ class EngineConfig(NamedTuple):
 
     @property
     def context_len(self) -> int:
-        """Return the maximum number of tokens of a request."""
         assert self.args.context_length is not None, "resolved"
         return self.args.context_length
 
     @property
     def pages_per_row(self) -> int:
-        """Return the number of pages of a request of the full context."""
         return -(-self.context_len // self.args.page_size)
 
     @property
@@ -287,7 +285,6 @@ class EngineConfig(NamedTuple):
         return of_rank * sizes.dp_size // num_hosts
 
     def warnings(self, sizes: EngineSizes) -> list[str]:
-        """Return warnings about settings that work, but not well."""
         texts = []
         unscaled = self.args.kv_cache_dtype == _EIGHT_BITS and not self._has_kv_scales
         if unscaled and self.model.latent is None:

@@ -305,7 +305,6 @@ class ModelExecutor(Executor):
 
     @property
     def store(self) -> StoreTransfers | None:
-        """Return the transfers of the block store, if there is one."""
         return None if self.cpu_blocks is None else self.cpu_blocks.store
 
     def renew_store_keys(self, *, keeps_kv: bool) -> None:

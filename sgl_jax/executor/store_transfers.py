@@ -62,7 +62,6 @@ class _Lane:
         self._since_s: float | None = None
 
     def call(self, ask: Callable[..., Any], *args: Any) -> Any:
-        """Call the store on this thread."""
         self._since_s = time.monotonic()
         try:
             return ask(*args)
@@ -113,7 +112,6 @@ class _Job:
     def end(
         self, *, succeeded: bool, seconds: float = 0.0, found: Sequence[BoolArray] = ()
     ) -> None:
-        """Report the end, unless it was reported before."""
         with self._lock:
             if not self.has_ended:
                 end = TransferEnd(self.dp_rank, self._number, succeeded, seconds, tuple(found))

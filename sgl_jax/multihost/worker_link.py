@@ -121,7 +121,6 @@ class WorkerLink:
         return message
 
     def leave(self) -> None:
-        """Request the end of the engine."""
         self._to_send.put(StopRequested(self._group.rank))
 
     def end(self) -> None:

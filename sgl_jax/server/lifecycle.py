@@ -294,7 +294,6 @@ def end_on_signals(stop: asyncio.Event, process: Callable[[], EngineProcess | No
 
 
 async def until_silent(health: EngineHealth) -> None:
-    """Wait until the engine process has been silent for longer than allowed."""
     while health.stuck_since is None:
         await asyncio.sleep(_SILENCE_POLL_S)
 

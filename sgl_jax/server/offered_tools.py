@@ -107,7 +107,6 @@ class OfferedFunctions:
         self.definitions.append(tool.model_copy(update=changed))
 
     def client_name(self, name: str) -> ClientName:
-        """Return namespace and name of the function called `name` by the model."""
         return self._client_names.get(name, (None, name))
 
     def chosen(self, namespace: str | None, name: str) -> str:

@@ -40,7 +40,6 @@ class References:
 
     @property
     def model_name(self) -> str:
-        """Return the model's name in the OpenAI API."""
         return self.args.model_name
 
     @functools.cached_property

@@ -102,7 +102,6 @@ class Frontend:
 
     @property
     def has_ended(self) -> bool:
-        """Return whether the engine has ended, so that no call can reach it."""
         return self._death is not None
 
     def check_alive(self) -> None:

@@ -95,7 +95,6 @@ class RequestStream:
 
     @property
     def has_ended(self) -> bool:
-        """Return whether the request has finished or failed, so that no more output follows."""
         return self.finish is not None or self.error is not None
 
     @property

@@ -156,5 +156,4 @@ class PrefillMeter:
         return self._rate
 
     def reset(self) -> None:
-        """Forget steps in flight, which will not end."""
         self._launched_s.clear()

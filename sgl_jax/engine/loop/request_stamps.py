@@ -54,7 +54,6 @@ class RequestStamps:
                     self._add(rid, Mark(launched_at, now, num_tokens))
 
     def add_to(self, batch: OutputBatch) -> OutputBatch:
-        """Return `batch` with the times since the last call."""
         starts, self.starts = self.starts, {}
         marks, self.marks = self.marks, {}
         return msgspec.structs.replace(batch, starts=starts, marks=marks)

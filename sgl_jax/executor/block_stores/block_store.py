@@ -21,9 +21,7 @@ class BlockStore(Protocol):
         """Return for each key whether `get` would probably find it."""
         ...
 
-    def get(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Return the complete value of each key, or None."""
-        ...
+    def get(self, keys: Sequence[str]) -> list[bytes | None]: ...
 
     def put(self, keys: Sequence[str], values: Sequence[bytes]) -> None:
         """Store each value, if there is room or older values can be evicted. After an error, values

@@ -61,7 +61,6 @@ class FolderStore:
         return [self._path(key).exists() for key in keys]
 
     def get(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Return the value of each key with a valid file, else None."""
         return [self._get(key) for key in keys]
 
     def put(self, keys: Sequence[str], values: Sequence[bytes]) -> None:

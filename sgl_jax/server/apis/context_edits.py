@@ -122,7 +122,6 @@ class ClearThinking(StrictModel):
     trigger_tokens: ClassVar[int] = -1
 
     def edit(self, messages: list[ChatMessage]) -> _Edited:
-        """Return the messages without old thinking, and the number of cleared turns."""
         if not isinstance(self.keep, ThinkingTurns):
             return messages, 0
         numbered = list(zip(_turns(messages), messages, strict=True))

@@ -134,7 +134,6 @@ class GenerateBody(RequestFields):
         return counts.pop() if counts else 1
 
     def samplings(self, num_prompts: int) -> Iterator[Iterator[SamplingParams]]:
-        """Yield for each prompt the parameters of each choice."""
         for given in for_each("sampling_params", self.sampling_params, num_prompts):
             sampling = given or NativeSampling()
             yield map(sampling.to_sampling, range(sampling.num_choices))

@@ -100,7 +100,6 @@ def _card(refs: References) -> ModelCard:
 
 
 def field_names(body: GenerationFields, limit: str, prompt: str) -> dict[str, str]:
-    """Return a map from engine fields to the client's names."""
     formats = {} if body.response_format is None else body.response_format.grammar()
     return {
         **dict.fromkeys(formats, "response_format"),

@@ -41,7 +41,6 @@ def is_loopback(host: str) -> bool:
 
 
 def warn_if_exposed(args: ServerArgs, keys: ApiKeys) -> None:
-    """Log a warning if other machines can use the server without a key."""
     if keys.is_open and not is_loopback(args.host):
         logger.warning(
             "NO API KEY: every machine that can reach %s:%d can use the model, read all sessions, "
