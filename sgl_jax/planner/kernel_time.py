@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sgl_jax.core.layer_configs import WeightFormat
-from sgl_jax.kernels.expert_dispatch.lines import UNDIVIDED_TOKENS, are_few, lines_at_once
+from sgl_jax.kernels.expert_dispatch.lines import UNDIVIDED_TOKENS, lines_at_once
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS
 from sgl_jax.kernels.grouped_matmul.tpu import choose_tiles
 from sgl_jax.kernels.latent_attention.tpu import EXPANDED_QUERIES, EXPANDED_TOKENS

@@ -28,13 +28,9 @@ def build_plan(
         if builder.chunks:
             builder.trim_to_shape()
     running, tables = ranks.running, ranks.tables
-    chosen = [  # decode rows, then rows with a prefill chunk
-        np.concatenate([builder.decode_rows, np.array(list(builder.chunks), np.intp)])
-        if builder.chunks
-        else builder.decode_rows
-        for builder in builders
-    ]
-    bounds = np.array([0, *accumulate(map(len, chosen))])
+    chunks = [chunk for builder in builders for chunk in builder.chunks.items()]
+    lens = [len(builder.decode_rows) + len(builder.chunks) for builder in builders]
+    bounds = np.array([0, *accumulate(lens)])
     shares = np.zeros(len(builders), SHARE)
     shares["num_decode"] = [len(builder.decode_rows) for builder in builders]
     num_drafts = _NO_DRAFTS

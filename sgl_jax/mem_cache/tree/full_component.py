@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sgl_jax.core.cache_groups import CacheGroup
+from sgl_jax.core.engine_sizes import CacheGroup
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.eviction.eviction_policy import EvictionPolicy
 from sgl_jax.mem_cache.pages.page_allocator import PageAllocator

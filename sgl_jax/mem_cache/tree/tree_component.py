@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sgl_jax.core.cache_groups import CacheGroup
+from sgl_jax.core.engine_sizes import CacheGroup
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.pages.page_allocator import TREE, PageAllocator

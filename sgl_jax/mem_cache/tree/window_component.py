@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from sgl_jax.core.cache_groups import CacheGroup
+from sgl_jax.core.engine_sizes import CacheGroup
 from sgl_jax.core.step_plan import BoolArray, Int32Array
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.eviction.eviction_policy import EvictionQueue

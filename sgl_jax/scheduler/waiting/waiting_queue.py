@@ -308,7 +308,7 @@ class WaitingQueue:
             ranks,
             most_tokens,
             open_tenants,
-            self._priorities.highest or 0,
+            self.priorities.highest or 0,
             self._memories[0].page_size,
             step,
             columns.is_waiting,
