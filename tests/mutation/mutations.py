@@ -199,14 +199,14 @@ MUTATIONS = (
     Mutation(
         "recall only what left lately",
         _GHOSTS,
-        "        if page.next != _UNUSED:\n",
-        "        ring[place // 8].first = _NONE\n        if page.next != _UNUSED:\n",
+        "        self._next = (self._next + len(hashes)) % len(self._ring)\n",
+        "        self._next = (self._next + len(hashes)) % (len(self._ring) // 8)\n",
     ),
     Mutation(
-        "note only the last pages that left together",
+        "note all but the first of the pages that left together",
         _GHOSTS,
-        "        bucket = ring[hashes[i] % size]\n",
-        "        bucket = ring[hashes[-1] % size]\n",
+        "    for i in range(len(hashes) - 1, -1, -1):\n        place",
+        "    for i in range(len(hashes) - 1, 0, -1):\n        place",
     ),
     Mutation(
         "leave what a release hands over counted as locked",
