@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sgl_jax.core.messages import StartProfile, StopProfile
-from sgl_jax.engine.loop.controls import CallUndo, Controls
+from sgl_jax.engine.loop.controls import Controls
 from sgl_jax.executor.profiler import Profiler
 
 
@@ -16,8 +16,9 @@ def core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Controls:
     monkeypatch.setattr("jax.profiler.start_trace", lambda folder: None)
     monkeypatch.setattr("jax.profiler.stop_trace", lambda: None)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    core: Any = SimpleNamespace(executor=SimpleNamespace(profiler=Profiler()))
-    return Controls(core, CallUndo())
+    executor = SimpleNamespace(profiler=Profiler(), compile_counts=dict)
+    core: Any = SimpleNamespace(executor=executor, scheduler=None)
+    return Controls(core, None)
 
 
 def test_a_trace_without_a_folder_gets_one_and_its_end_names_it(
