@@ -120,7 +120,7 @@ def test_retracted_requests_end_as_if_they_had_not_been(family):
 
 
 LONG_PROMPTS = covering(
-    (STATES, (1, 16, 128), (1, 2), (1, 2), (None, "NGRAM"), (None, 64), (False, True)), 2
+    (STATES, (1, 16, 128), (1, 2), (1, 2), ("none", "NGRAM"), (None, 64), (False, True)), 2
 )
 
 
