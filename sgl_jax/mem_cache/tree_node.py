@@ -49,7 +49,8 @@ class TreeNode:
     `end` counts tokens from the root to the node. `child_key` is its key in its parent's
     `children`. `namespace` applies to its whole path. `page_hashes` has, for each page of the edge,
     the hash of the prefix up to the page's end. The eviction policy owns `num_uses`; `last_access`
-    is a time of the tree's clock. Walks end before a node with `is_withdrawn`; all nodes below it
+    is a time of the tree's clock. `was_cut` tells that the edge once went on, so that no prompt is
+    known to have ended at its end. Walks end before a node with `is_withdrawn`; all nodes below it
     are withdrawn too. The components own `values` and `locks`, each at its index. With windows,
     `tree/resumable.py` owns `read`, `runs` and `is_usable` (whether the end of each page of the
     edge is resumable).
@@ -72,6 +73,7 @@ class TreeNode:
         "read",
         "runs",
         "values",
+        "was_cut",
     )
 
     read: ReadTime  # set by `start_reading`
@@ -99,6 +101,7 @@ class TreeNode:
         self.values: list[Any] = [None] * num_components
         self.locks: list[Any] = [0] * num_components
         self.is_withdrawn = False
+        self.was_cut = False
         self.is_usable: BoolArray = _NO_POSITIONS
         self.runs: tuple[int, ...] = ()
 

@@ -167,7 +167,9 @@ class RadixCache:
         `first_pages` are the lease's first pages for that lock.
         """
         tree = self.tree
-        node, length = self.find(tokens, namespace, start)
+        node, length = tree.walk(_contiguous(tokens), namespace, start)
+        if tree.resumable is not None:
+            length = tree.resumable.search(node, length, start)
         if length == 0:
             return PrefixMatch(0, np.zeros((self._num_groups, 0), np.int32), None)
         # Read before the lock moves, since `start` may then merge with the next node.
@@ -261,6 +263,7 @@ class RadixCache:
         node = tree.node_at(node, length)
         tree.touch(node, start)
         is_new = length < len(tokens)
+        node.was_cut &= is_new
         if is_new:
             node = tree.add_child(node, tokens[length:].copy(), offer.namespace)
         # An old node may lack only window pages.

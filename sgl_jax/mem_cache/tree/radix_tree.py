@@ -192,6 +192,7 @@ class RadixTree:
         if keep_tokens:
             leaf.end -= len(leaf.key) - keep_tokens
             leaf.key = front(leaf.key, keep_tokens)
+            leaf.was_cut = True
             if self.resumable is not None:
                 self.resumable.trimmed(leaf)
             self.cursors.leaf_trimmed(leaf, leaf)
@@ -287,6 +288,7 @@ class RadixTree:
         key, namespace = lower.key[:num_tokens].copy(), lower.namespace
         upper = self._new_node(key, parent, lower.child_key, namespace)
         upper.last_access, upper.num_uses = lower.last_access, lower.num_uses
+        upper.was_cut = True
         if self.resumable is not None:
             upper.read.last_access, upper.read.num_uses = lower.read.last_access, lower.num_uses
         parent.children[upper.child_key] = upper

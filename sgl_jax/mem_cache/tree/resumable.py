@@ -20,7 +20,7 @@ from sgl_jax.core.step_plan import BoolArray
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.eviction.eviction_policy import EvictionPolicy
 from sgl_jax.mem_cache.tree.full_component import FullComponent
-from sgl_jax.mem_cache.tree.window_component import WEIGHTS, WindowComponent
+from sgl_jax.mem_cache.tree.window_component import WindowComponent
 from sgl_jax.mem_cache.tree_node import TreeNode, is_on_tree
 
 
@@ -56,6 +56,18 @@ class Resumable:
                 return max(start + (int(usable[-1]) + 1) * self._page_size, above), seen
             step = step.parent
         return above, seen
+
+    def search(self, node: TreeNode, length: int, start: TreeNode | None) -> int:
+        """Return the length of the longest resumable prefix, for a prompt that shares `length`
+        tokens with the path to `node`, and continues a lease at `start`. Count for the order of
+        snapshots where prompts continue."""
+        above = start.end if start else 0
+        usable, _ = self.usable_len(node, length, above)
+        if length > above:
+            is_leaf_end = usable == node.end and not node.children and not node.was_cut
+            for window in self.windows:
+                window.order.searched(found_end=is_leaf_end)
+        return usable
 
     def can_resume(self, node: TreeNode) -> bool:
         return bool(node.is_usable[-1])
@@ -138,7 +150,9 @@ class Resumable:
             if window.pool != pool:
                 continue
             for level, item in window.order.oldest():
-                rate = WEIGHTS[level] * policy.rate(item.num_uses, item.last_access, now)
+                rate = window.order.weight(level) * policy.rate(
+                    item.num_uses, item.last_access, now
+                )
                 if lowest is None or rate < lowest:
                     least, lowest = (window, item.node, level), rate
         return least

@@ -4,8 +4,8 @@ A node's value is an int32 array with a page for each page of its edge, 0 for fr
 counted page by page, so they stay exact after any split or merge: a lease that ends at page p holds
 `[p - num_pages, p)`, and may release the first of these pages as it continues.
 
-`resumable.py` determines the resumable positions and the pages that they need. `WindowComponent`
-stores and counts the pages, and `WindowOrder` has the order of eviction.
+`resumable.py` determines the resumable positions and the pages that they need. This file
+stores and counts the pages, and `window_order.py` has the order of eviction.
 
 The component fits anything with a lookback of a fixed number of values. With `num_pages` 1, it
 holds states, of which only the last snapshot is needed. FULL is not such a component with an
@@ -16,12 +16,10 @@ counting them by node.
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sgl_jax.core.engine_sizes import CacheGroup
 from sgl_jax.core.step_plan import BoolArray, Int32Array
 from sgl_jax.mem_cache.errors import LedgerError
-from sgl_jax.mem_cache.eviction.eviction_policy import EvictionQueue
 from sgl_jax.mem_cache.pages.page_allocator import TREE, PageAllocator
 from sgl_jax.mem_cache.tree.tree_component import (
     FirstPages,
@@ -29,13 +27,8 @@ from sgl_jax.mem_cache.tree.tree_component import (
     LockedEnd,
     TreeComponent,
 )
-from sgl_jax.mem_cache.tree_node import ReadTime, TreeNode, front
-
-SPARE, CHECKPOINT, END = range(3)
-WEIGHTS = (0.1, 0.3, 4.0)
-_GRID = 16  # windows
-
-Levels = NDArray[np.int8]
+from sgl_jax.mem_cache.tree.window_order import Levels, StateOrder, WindowOrder
+from sgl_jax.mem_cache.tree_node import TreeNode, front
 
 _NO_PAGES = np.zeros(0, np.int32)
 
@@ -64,7 +57,12 @@ class WindowComponent(TreeComponent):
         super().__init__(index, number, group, allocator, page_size)
         assert group.sliding_window is not None
         self.num_pages = lookback_pages(group.sliding_window, page_size)
-        self.order = WindowOrder(self.num_pages, num_classes, is_recurrent=group.is_recurrent)
+        self.is_recurrent = group.is_recurrent
+        self.order: WindowOrder = (
+            StateOrder(num_classes)
+            if group.is_recurrent
+            else WindowOrder(self.num_pages, num_classes)
+        )
         self._absorbed: list[tuple[Int32Array, int]] = []  # taken pages that rows still own
 
     # -- values -----------------------------------------------------------------------------
@@ -200,7 +198,8 @@ class WindowComponent(TreeComponent):
     def _levels(self, node: TreeNode) -> Levels:
         count = len(node.key) // self._page_size
         first = node.end // self._page_size - count
-        return self.order.levels(first, count, len(node.children))
+        is_present = node.values[self.index] != 0
+        return self.order.levels(first, is_present, self._may_go(node), len(node.children))
 
     # -- proof ------------------------------------------------------------------------------
 
@@ -235,101 +234,3 @@ class WindowComponent(TreeComponent):
             evictable += int(may_go.sum())
             protected += int(((pages != 0) & (counts > 0)).sum())
         return evictable, protected
-
-
-class WindowOrder:
-    """The order in which pages of a window are evicted while their tokens stay.
-
-    It lists nodes with pages to take, or with snapshots if the window `is_recurrent`. Each node's
-    `num_uses` is below `num_classes`. Pages of an edge have three levels, by their use for later
-    prompts:
-
-    - `SPARE`: no known prompt ends or branches at a position that reads them.
-    - `CHECKPOINT`: the windows before points that are 1, 2, 4, ... pages before the end of the
-      edge, and before each multiple of 16 windows. So a prompt that newly branches off loses at
-      most as much as its distance to the end.
-    - `END`: the window before the end of the edge, at the end of a prompt or at a branch. If a leaf
-      may leave the tree, these pages leave with it, so they are listed only for nodes that stay.
-
-    Snapshots of states are few, and each was kept for a reason. A snapshot at the end of an edge is
-    an `END` if several prompts branch there, and `SPARE` if a single prompt has passed it. All
-    further snapshots, including ends without a continuation, are checkpoints.
-
-    A node is listed at each level with pages to take, by its number of uses and the time when its
-    windows were last read. The policy estimates its rate of use, and a level weights that rate.
-    docs/measurements/eviction.md compares further orders and weights.
-    """
-
-    def __init__(self, num_pages: int, num_classes: int, *, is_recurrent: bool = False) -> None:
-        self._num_pages = num_pages
-        self._is_recurrent = is_recurrent
-        self._queues: list[list[EvictionQueue[ReadTime]]] = [
-            [EvictionQueue() for _ in range(num_classes)] for _ in WEIGHTS
-        ]
-
-    def levels(self, first: int, count: int, num_children: int) -> Levels:
-        """Return the level of each page of an edge, int8[count]. The edge begins at page `first` of
-        its path, and its end has `num_children` children."""
-        if self._is_recurrent:
-            levels = np.full(count, CHECKPOINT, np.int8)
-            levels[-1] = (CHECKPOINT, SPARE, END)[min(num_children, 2)]
-            return levels
-        if count <= self._num_pages:
-            return np.full(count, END, np.int8)
-        to_grid = -np.arange(first, first + count) % (_GRID * self._num_pages)
-        distances = np.arange(count, 0, -1)  # to the end of the edge
-        _, exponents = np.frexp((distances - 1).astype(np.float64))
-        to_power = distances - (1 << np.maximum(exponents - 1, 0))
-        is_read = (to_grid > 0) & (to_grid <= self._num_pages) | (to_power <= self._num_pages)
-        levels = np.where(is_read, CHECKPOINT, SPARE).astype(np.int8)
-        levels[-self._num_pages :] = END
-        return levels
-
-    def place(self, node: TreeNode, may_go: BoolArray, levels: Levels) -> None:
-        for level, is_there in enumerate(_presence(node, may_go, levels)):
-            queue = self._queues[level][node.read.num_uses]
-            if not is_there:
-                queue.discard(node.read)
-            elif node.read not in queue:
-                queue.add(node.read)
-
-    def forget(self, node: TreeNode) -> None:
-        for queues in self._queues:
-            queues[node.read.num_uses].discard(node.read)
-
-    def oldest(self) -> Iterator[tuple[int, ReadTime]]:
-        for level, queues in enumerate(self._queues):
-            for queue in queues:
-                item = queue.oldest()
-                if item is not None:
-                    yield level, item
-
-    def audit_node(self, node: TreeNode, may_go: BoolArray, levels: Levels) -> None:
-        """Raise `LedgerError` unless the node is listed at exactly the right places."""
-        if node.read.num_uses != node.num_uses:
-            raise LedgerError(f"{node!r} is listed for {node.read.num_uses} uses")
-        for level, is_there in enumerate(_presence(node, may_go, levels)):
-            if (node.read in self._queues[level][node.num_uses]) != is_there:
-                raise LedgerError(f"{node!r}: it is listed wrongly for eviction")
-
-    def audit(self, listed: list[tuple[TreeNode, BoolArray, Levels]]) -> None:
-        """Raise `LedgerError` if further nodes are listed, or one at a wrong age."""
-        num_members = sum(sum(_presence(*each)) for each in listed)
-        queues = [queue for of_level in self._queues for queue in of_level]
-        if sum(map(len, queues)) != num_members:
-            raise LedgerError("windows that are not in the tree are listed for eviction")
-        for queue in queues:
-            queue.audit()
-
-
-def _presence(node: TreeNode, may_go: BoolArray, levels: Levels) -> tuple[bool, bool, bool]:
-    stays = bool(node.children) or node.locks[0] > 0
-    has_any = bool(np.count_nonzero(may_go))
-    if not has_any:
-        return False, False, False
-    of_levels = levels[may_go]
-    return (
-        bool(np.count_nonzero(of_levels == SPARE)),
-        bool(np.count_nonzero(of_levels == CHECKPOINT)),
-        stays and bool(np.count_nonzero(of_levels == END)),
-    )
