@@ -128,17 +128,13 @@ def test_what_a_conversation_went_past_leaves_before_what_prompts_branch_from() 
     assert [prompts.found(prompt) for prompt in ("xyzq", "abcdefq", "abcdefgh")] == [3, 0, 8]
 
 
-def test_what_a_conversation_went_past_leaves_before_an_older_checkpoint() -> None:
+def test_inner_snapshots_leave_before_the_end_of_an_older_path() -> None:
     prompts = Prompts("adaptive")
-    for prompt in ("pqRstU", "abC"):
+    for prompt in ("pqrstU", "aBcDe", "xYz", "xYzuV"):
         prompts.publish(prompt)
-    begun = prompts.match("abcde").node  # what is used more often is an edge of its own
-    assert begun is not None
-    prompts.publish("abCdE")
-    prompts.cache.unlock(begun)
-    assert prompts.cache.evict(1, STATES) == 1
-    found = [prompts.found(prompt) for prompt in ("abcq", "abcdeq", "pqrq", "pqrstuq")]
-    assert found == [0, 5, 3, 6]
+    assert prompts.cache.evict(2, STATES) == 2
+    found = [prompts.found(prompt) for prompt in ("abcq", "abcdeq", "pqrstuq", "xyzuvq")]
+    assert found == [0, 4, 6, 5]
 
 
 def test_where_prompts_branch_outlasts_a_younger_end() -> None:

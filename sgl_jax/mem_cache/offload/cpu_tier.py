@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sgl_jax.core.step_plan import Int32Array, PageTransfer
+from sgl_jax.core.step_plan import BoolArray, Int32Array, PageTransfer
 from sgl_jax.core.transfers import TransferEnd, Transfers
 from sgl_jax.mem_cache.lease import KVLease, first_page_of
 from sgl_jax.mem_cache.memory_view import CpuPoolView
@@ -114,15 +114,14 @@ class CpuTier:
         if self.write_policy == "write_through_selective":
             self._offer(tokens, namespace)
 
-    def before_eviction(self, leaf: TreeNode) -> None:
-        """Copy the path of `leaf`, under write-back, before pages at its end are freed. The step
-        being planned may overwrite these pages, so the copy precedes that step."""
-        if self.write_policy != "write_back":
-            return
-        path = self._memory.cache.tree.path_to(leaf)
-        tokens = np.concatenate([node.key for node in path])
-        if not self._is_leaving(tokens, leaf.namespace):
-            self._begin_copy(tokens, leaf.namespace)
+    def before_eviction(self, node: TreeNode, length: int) -> None:
+        """Copy the first `length` tokens of the path to `node`, under write-back, before they are
+        not resumable any more. The step being planned may overwrite their pages, so the copy
+        precedes that step."""
+        if self.write_policy == "write_back":
+            path = self._memory.cache.tree.path_to(node)
+            tokens = np.concatenate([each.key for each in path])[:length]
+            self._begin_copy(tokens, node.namespace)
 
     def _offer(self, tokens: Int32Array, namespace: str) -> None:
         last = self._offers[-1] if self._offers else None
@@ -156,7 +155,7 @@ class CpuTier:
         )
 
     def _begin_copy(self, tokens: Int32Array, namespace: str) -> None:
-        """Copy the part of the prefix that the device still has."""
+        """Copy the part of the prefix that the device still has, unless a copy in flight has it."""
         memory = self._memory
         node, length = memory.cache.find(tokens, namespace)
         if length == 0:
@@ -170,6 +169,8 @@ class CpuTier:
             if group.sliding_window is not None and not group.is_recurrent:
                 first = first_page_of(group.sliding_window, memory.page_size, length)
                 is_offered[number, :first] = False
+        if self._is_being_copied(tokens, namespace, is_offered):
+            return
         number = self._next_number()
         blocks = self.blocks.begin_copy(number, tokens, namespace, is_offered)
         if blocks is not None:
@@ -177,6 +178,20 @@ class CpuTier:
             move = self._move(number, read, blocks)
             self._moves[number] = move
             self._begins.copies.append(move)
+
+    def _is_being_copied(self, tokens: Int32Array, namespace: str, is_offered: BoolArray) -> bool:
+        """Return whether a copy in flight has all offered values, bool[groups, pages], of the
+        prefix, except those that were in CPU memory when it began."""
+        copies = (self.blocks.copies[number] for number in self._moves)
+        return any(
+            copy.is_wanted
+            and copy.namespace == namespace
+            and common_prefix_len(copy.tokens, tokens) == len(tokens)
+            and not (is_offered & (copy.blocks[:, : is_offered.shape[1]] == 0))[
+                :, copy.num_before :
+            ].any()
+            for copy in copies
+        )
 
     # -- in ---------------------------------------------------------------------------------
 

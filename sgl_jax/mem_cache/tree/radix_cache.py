@@ -63,10 +63,11 @@ class RadixCache:
         num_locked_tokens: sum over these locks of the tokens from the root to the locked node. Both
             must equal the sums over the live leases.
         num_evicted: pages evicted since the start, in all pools.
-        before_eviction: if set, gets each leaf about to lose pages to `evict`.
+        before_eviction: if set, gets each prefix that `evict` is about to make unusable: a node, and
+            the prefix's length in tokens of the path to it.
     """
 
-    before_eviction: Callable[[TreeNode], object] | None = None
+    before_eviction: Callable[[TreeNode, int], object] | None = None
 
     def __init__(
         self,
@@ -350,13 +351,18 @@ class RadixCache:
             least = tree.resumable.least_useful(pool, leaf, tree.policy, tree.clock)
             if least is not None:
                 window, node, level = least
-                window.take(node, num_pages, level)
+                is_gone = window.choose(node, num_pages, level)
+                if self.before_eviction is not None:
+                    length = tree.resumable.last_reader(window, node, is_gone)
+                    if length:
+                        self.before_eviction(node, length)
+                window.tombstone(node, is_gone)
                 tree.resumable.added([node])
                 return True
         if leaf is None:
             return False
         if self.before_eviction is not None:
-            self.before_eviction(leaf)
+            self.before_eviction(leaf, leaf.end)
         keep = self._full.pages_to_keep(leaf, num_pages)
         if tree.resumable is not None:
             keep = tree.resumable.pages_to_keep(leaf, num_pages, pool, self._full)

@@ -157,6 +157,19 @@ class Resumable:
                     least, lowest = (window, item.node, level), rate
         return least
 
+    def last_reader(self, window: WindowComponent, node: TreeNode, is_gone: BoolArray) -> int:
+        """Return the length of the longest resumable prefix ending on the edge of `node` that reads
+        pages about to be evicted (bool[pages]); 0 if none does.
+
+        If the pages are snapshots, return the longest resumable prefix: copies of a prefix have all
+        of its snapshots, but of a window only the last pages.
+        """
+        ends = node.is_usable.nonzero()[0] + 1
+        if not window.is_recurrent:
+            num_gone = np.concatenate(([0], np.cumsum(is_gone)))
+            ends = ends[num_gone[ends] > num_gone[np.maximum(ends - window.num_pages, 0)]]
+        return node.end - len(node.key) + int(ends[-1]) * self._page_size if len(ends) else 0
+
     def pages_to_keep(self, leaf: TreeNode, num_pages: int, pool: int, full: FullComponent) -> int:
         """Return how many pages of the edge stay when the caller needs `num_pages` of the pool."""
         count = len(leaf.key) // self._page_size

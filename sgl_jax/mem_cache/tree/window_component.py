@@ -185,11 +185,12 @@ class WindowComponent(TreeComponent):
         """List the node by the pages that can be taken while it stays on the tree."""
         self.order.place(node, self._may_go(node), self._levels(node))
 
-    def take(self, node: TreeNode, num_pages: int, level: int) -> None:
-        """Drop the first `num_pages` unlocked pages of the level, or all if there are fewer."""
-        is_gone = self._may_go(node) & (self._levels(node) == level)
-        is_gone[np.flatnonzero(is_gone)[num_pages:]] = False
-        self.tombstone(node, is_gone)
+    def choose(self, node: TreeNode, num_pages: int, level: int) -> BoolArray:
+        """Return the first `num_pages` unlocked pages of the level, or all if there are fewer, as a
+        mask of the pages of the edge."""
+        is_chosen: BoolArray = self._may_go(node) & (self._levels(node) == level)
+        is_chosen[np.flatnonzero(is_chosen)[num_pages:]] = False
+        return is_chosen
 
     def _may_go(self, node: TreeNode) -> BoolArray:
         may_go: BoolArray = (node.values[self.index] != 0) & (node.locks[self.index] == 0)

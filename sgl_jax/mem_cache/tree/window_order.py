@@ -112,14 +112,9 @@ class WindowOrder:
 
     def _presence(self, node: TreeNode, may_go: BoolArray, levels: Levels) -> list[bool]:
         """Return, for each level, whether there are pages to take."""
-        of_levels = levels[may_go]
-        if not len(of_levels):
-            return [False] * len(self._weights)
-        stays = bool(node.children) or node.locks[0] > 0
-        present = [
-            bool(np.count_nonzero(of_levels == level)) for level in range(len(self._weights))
-        ]
-        present[-1] &= stays
+        counts = np.bincount(levels[may_go] + 1, minlength=1 + len(self._weights))
+        present: list[bool] = (counts[1:] > 0).tolist()
+        present[-1] &= bool(node.children) or node.locks[0] > 0
         return present
 
 
