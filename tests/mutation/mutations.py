@@ -30,7 +30,7 @@ _GHOSTS = "sgl_jax/mem_cache/eviction/ghost_pages.py"
 _CACHE = "sgl_jax/mem_cache/tree/radix_cache.py"
 _CACHE_WALK = "sgl_jax/mem_cache/tree/cache_walk.py"
 _WINDOW = "sgl_jax/mem_cache/tree/window_component.py"
-_ORDER = "sgl_jax/mem_cache/tree/window_component.py"
+_ORDER = "sgl_jax/mem_cache/tree/window_order.py"
 _STATES = "sgl_jax/mem_cache/row_states.py"
 _RESUMABLE = "sgl_jax/mem_cache/tree/resumable.py"
 _LOCKED = "sgl_jax/mem_cache/pages/locked_pages.py"
@@ -2314,14 +2314,14 @@ MUTATIONS = (
     Mutation(
         "windows: take more of a window than is wanted",
         _WINDOW,
-        "        is_gone[np.flatnonzero(is_gone)[num_pages:]] = False\n",
+        "        is_chosen[np.flatnonzero(is_chosen)[num_pages:]] = False\n",
         "",
     ),
     Mutation(
         "windows: list no leaf that a lease keeps",
         _ORDER,
-        "stays and bool(np.count_nonzero(of_levels == END))",
-        "bool(node.children) and bool(np.count_nonzero(of_levels == END))",
+        "stays = bool(node.children) or node.locks[0] > 0",
+        "stays = bool(node.children)",
     ),
     Mutation(
         "windows: keep the end of a window less long than its inside",
@@ -2732,20 +2732,62 @@ MUTATIONS = (
     Mutation(
         "states: keep what a conversation went past as long as a branch",
         _ORDER,
-        "(CHECKPOINT, SPARE, END)[min(num_children, 2)]",
-        "(CHECKPOINT, END, END)[min(num_children, 2)]",
+        "if places[-1] == count - 1 and branches != 1:",
+        "if places[-1] == count - 1:",
     ),
     Mutation(
-        "states: keep what a conversation went past as long as its end",
+        "states: offer the inner snapshot with the widest gap",
         _ORDER,
-        "(CHECKPOINT, SPARE, END)[min(num_children, 2)]",
-        "(CHECKPOINT, CHECKPOINT, END)[min(num_children, 2)]",
+        "np.argmin(saved[listed])",
+        "np.argmax(saved[listed])",
     ),
     Mutation(
-        "states: keep a branch no longer than an end",
+        "states: offer an inner snapshot that is locked",
         _ORDER,
-        "(CHECKPOINT, SPARE, END)[min(num_children, 2)]",
-        "(CHECKPOINT, SPARE, CHECKPOINT)[min(num_children, 2)]",
+        "listed = may_go[places[:num_inner]].nonzero()[0]",
+        "listed = np.arange(num_inner)",
+    ),
+    Mutation(
+        "states: keep a snapshot of a long path as long as one of a short path",
+        _ORDER,
+        "((first + count) * to_end)",
+        "(count * to_end)",
+    ),
+    Mutation(
+        "states: begin as if prompts branched as often as they continue",
+        _ORDER,
+        "_INSIDE, _AT_END = 0.001, 1.0",
+        "_INSIDE, _AT_END = 1.0, 1.0",
+    ),
+    Mutation(
+        "states: learn nothing from prompts that branch",
+        _ORDER,
+        "self._num_inside += _INSIDE_COUNT",
+        "self._num_inside += 0.0",
+    ),
+    Mutation(
+        "states: count the end of an edge that was cut as the end of a prompt",
+        _RESUMABLE,
+        "usable == node.end and not node.children and not node.was_cut",
+        "usable == node.end and not node.children",
+    ),
+    Mutation(
+        "states: do not copy a prefix whose snapshot is evicted",
+        "sgl_jax/mem_cache/tree/radix_cache.py",
+        "                    if length:\n",
+        "                    if False:\n",
+    ),
+    Mutation(
+        "windows: copy the whole path instead of the prefix that loses its window",
+        _RESUMABLE,
+        "        if not window.is_recurrent:\n",
+        "        if False:\n",
+    ),
+    Mutation(
+        "host: take a copy in flight without the last snapshot for the whole prefix",
+        _TIER,
+        "            and common_prefix_len(copy.tokens, tokens) == len(tokens)\n",
+        "",
     ),
     Mutation(
         "states: say that snapshots are pages",

@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks.trace.recurrent import StatesReplay
 from sgl_jax.core.step_plan import Int32Array
-from sgl_jax.mem_cache.tree.state_order import StateOrder
+from sgl_jax.mem_cache.tree.window_order import StateOrder
 
 PAGE = 16
 NUM_STATES = 98
