@@ -6,12 +6,11 @@ finds, too, for every kind of cache.
 
 from collections.abc import Iterable
 
-
 import numpy as np
 import pytest
 
 from benchmarks.trace.recurrent import StatesReplay
-from sgl_jax.core.cache_groups import FULL_ATTENTION, LAST_VALUE, CacheGroup
+from sgl_jax.core.engine_sizes import FULL_ATTENTION, LAST_VALUE, CacheGroup
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.core.transfers import TransferEnd
 from sgl_jax.mem_cache.ledger import audit
@@ -26,7 +25,11 @@ GROUPS = {
     "full": FULL_ATTENTION,
     "states": STATES,
     "a window": (*FULL_ATTENTION, CacheGroup(40, 1)),
-    "a window and states": (CacheGroup(None), CacheGroup(40, 1), CacheGroup(LAST_VALUE, 2, (), True)),
+    "a window and states": (
+        CacheGroup(None),
+        CacheGroup(40, 1),
+        CacheGroup(LAST_VALUE, 2, (), True),
+    ),
 }
 
 
