@@ -2320,8 +2320,8 @@ MUTATIONS = (
     Mutation(
         "windows: list no leaf that a lease keeps",
         _ORDER,
-        "stays = bool(node.children) or node.locks[0] > 0",
-        "stays = bool(node.children)",
+        "present[-1] &= bool(node.children) or node.locks[0] > 0",
+        "present[-1] &= bool(node.children)",
     ),
     Mutation(
         "windows: keep the end of a window less long than its inside",

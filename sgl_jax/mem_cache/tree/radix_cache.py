@@ -63,8 +63,8 @@ class RadixCache:
         num_locked_tokens: sum over these locks of the tokens from the root to the locked node. Both
             must equal the sums over the live leases.
         num_evicted: pages evicted since the start, in all pools.
-        before_eviction: if set, gets each prefix that `evict` is about to make unusable: a node, and
-            the prefix's length in tokens of the path to it.
+        before_eviction: if set, gets each prefix that `evict` is about to make unusable: a node,
+            and the prefix's length in tokens of the path to it.
     """
 
     before_eviction: Callable[[TreeNode, int], object] | None = None
