@@ -122,9 +122,9 @@ class EngineCore:
             timeout_s = args.store_timeout_s
             self._transfers = OffloadTransfers(self.scheduler, self.executor, timeout_s)
         self._saver: CacheSaver | None = None
-        store = self.executor.store
-        if args.restore_cache is not None and self._transfers is not None and store is not None:
-            self._saver = CacheSaver(args, store, self.scheduler, self._transfers)
+        if args.restore_cache is not None and self._transfers is not None:
+            assert self.executor.store is not None, "checked by `ServerArgs`"
+            self._saver = CacheSaver(args, self.executor.store, self.scheduler, self._transfers)
             self._saver.restore()
         self._log = StepLog(args.decode_log_interval)
         self._failures = StepFailures(
