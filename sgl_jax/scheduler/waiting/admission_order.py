@@ -107,6 +107,20 @@ class AdmissionOrder:
             is_lagging = turns.is_lagging[columns.tenant[:end]]
             skip_count = np.where(is_lagging, self._max_skip_count, skip_count)
         keys = self._order_keys(least, turns, skip_count >= self._max_skip_count, levels)
+        yield from self._try_in_order(keys, offer, ranks, least, preempts, skip_count)
+
+    def _try_in_order(
+        self,
+        keys: Int64Array,
+        offer: Offer,
+        ranks: IntpArray,
+        least: Int32Array,
+        preempts: BoolArray,
+        skip_count: Int32Array,
+    ) -> Iterator[tuple[int, bool]]:
+        """Yield the result of `lines`. The arguments are those of `next_line`, and the lines'
+        `keys`."""
+        columns = self._columns
         in_use = np.full(least.shape, -1, np.int32)
         in_use_at: list[dict[int, int]] = [{} for _ in ranks]
 
@@ -130,7 +144,7 @@ class AdmissionOrder:
             return found
 
         rest = (keys != LAST).nonzero()[0]
-        for most in (_FIRST_PART, end):
+        for most in (_FIRST_PART, len(rest)):
             if find(rest, 0)[0] == len(rest):  # usually after the first part
                 return
             order, rest = _sorted_part(rest, keys, most)
