@@ -36,8 +36,9 @@ from sgl_jax.scheduler.waiting.queue_loops import (
 from sgl_jax.scheduler.waiting.waiting_columns import WaitingColumns
 
 _NONE_PREEMPTS = np.zeros((0, 0), np.bool_)
-# Number of lines sorted first.
-_FIRST_PART = 64
+# Number of lines sorted first, and the factor from each part to the next: usually no rank has
+# prompt tokens left after the first.
+_FIRST_PART, _GROWTH = 64, 4
 # Number of lines counted together for their pages in use.
 _COUNTED_AT_ONCE = 32
 
@@ -143,11 +144,10 @@ class AdmissionOrder:
             )
             return found
 
-        rest = (keys != LAST).nonzero()[0]
-        for most in (_FIRST_PART, len(rest)):
-            if find(rest, 0)[0] == len(rest):  # usually after the first part
-                return
+        rest, most = (keys != LAST).nonzero()[0], _FIRST_PART
+        while find(rest, 0)[0] < len(rest):
             order, rest = _sorted_part(rest, keys, most)
+            most *= _GROWTH
             index = 0
             while True:
                 index, found = find(order, index)
