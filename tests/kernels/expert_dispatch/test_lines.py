@@ -92,7 +92,7 @@ def test_parts_of_any_size_add_up_to_the_whole(experts, size, add_lines):
 
 
 @pytest.mark.long
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(choices(), st.integers(1, 5), st.sampled_from([add_by_choice, add_by_line]))
 def test_parts_of_any_size_add_up_however_often_it_is_tried(experts, size, add_lines):
     check_parts(experts, size, add_lines)

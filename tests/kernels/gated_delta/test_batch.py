@@ -70,7 +70,7 @@ def test_chunks_of_any_step_are_those_of_plain_python(case):
 
 
 @pytest.mark.long
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(case=cases(PROGRAMS))
 def test_chunks_of_any_step_are_right_however_often_it_is_tried(case):
     check(case)

@@ -73,7 +73,7 @@ def test_each_line_is_multiplied_with_the_matrix_of_its_group(mode, case):
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(case=cases(PROGRAMS))
 def test_each_line_meets_its_group_however_often_it_is_tried(mode, case):
     check(case, compiled(case.program, MODES[mode]))

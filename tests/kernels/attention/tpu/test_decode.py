@@ -94,7 +94,7 @@ def test_decode_rows_agree_with_float64_without_races(mode, case):
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(case=decode_cases(PROGRAMS + SHAPES + EIGHT_BITS))
 def test_decode_rows_agree_with_float64_however_often_it_is_tried(mode, case):
     check(case, compiled(case.program, MODES[mode]))

@@ -114,7 +114,7 @@ def test_prefill_rows_agree_with_float64_without_races(mode, case):
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(case=cases(PROGRAMS + MORE_PROGRAMS + EIGHT_BITS, max_prefills=3, max_chunk=MAX_CHUNK))
 def test_many_more_batches_agree_with_float64_without_races(mode, case):
     check(case, compiled(case.program, MODES[mode]))

@@ -96,7 +96,7 @@ def test_keys_and_values_of_64_share_a_row_of_memory(mode):
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(case=cases(PROGRAMS))
 def test_any_step_agrees_with_float64(mode, case):
     check(case, mode)

@@ -76,7 +76,7 @@ def test_new_tokens_land_in_their_slots_and_nothing_else_changes(mode, case):
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(case=cases((*PROGRAMS, EIGHT_BITS)))
 def test_new_tokens_land_in_their_slots_however_often_it_is_tried(mode, case):
     check(case, compiled(case.program, MODES[mode]))

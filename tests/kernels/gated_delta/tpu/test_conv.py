@@ -69,7 +69,7 @@ def test_any_step_agrees_with_the_reference(mode, case):
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(case=cases(PROGRAMS, max_decodes=9, max_prefills=3))
 def test_any_step_agrees_with_the_reference_however_often_it_is_tried(mode, case):
     check(case, compiled(case.program, MODES[mode]))

@@ -78,7 +78,7 @@ def test_decode_rows_agree_with_the_reference(mode, case):
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(case=cases((*PROGRAMS, BFLOAT16_STATES)))
 def test_decode_rows_agree_with_the_reference_however_often_it_is_tried(mode, case):
     check(case, compiled(case.program, MODES[mode]))
