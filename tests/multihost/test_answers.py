@@ -9,6 +9,7 @@ from safetensors.numpy import load_file, save_file
 
 from tests.multihost.live_group import end, live_group, model_folder
 from tests.multihost.workload import run_workload
+from tests.support.long import long_but
 
 RETRACTS = ("--test-retract", "--test-retract-interval", "3")
 DRAFTS = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "2")
@@ -28,10 +29,9 @@ class Case(NamedTuple):
     has_experts: bool = False
 
 
-QUICK = {
-    "dp over hosts": Case("llama", 2, 2, 1),
-}
-LONG = {
+QUICK = "dp over hosts"
+CASES = {
+    QUICK: Case("llama", 2, 2, 1),
     "dp over hosts: text, drafts": Case("demo", 2, 2, 1, (*RETRACTS, *DRAFTS), has_text=True),
     "dp x tp, 4 hosts": Case("llama", 4, 2, 2, (*RETRACTS, *DRAFTS)),
     "windows, tp": Case("gpt_oss", 2, 1, 2),
@@ -50,21 +50,11 @@ LONG = {
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("case", QUICK.values(), ids=QUICK)
-def test_hosts_answer_as_one(case: Case, tmp_path: Path) -> None:
-    compare_with_one_host(case, tmp_path)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("case", LONG.values(), ids=LONG)
-def test_every_mesh_over_hosts_answers_as_one_host(case: Case, tmp_path: Path) -> None:
-    compare_with_one_host(case, tmp_path)
-
-
-def compare_with_one_host(case: Case, folder: Path) -> None:
-    other = altered_weights(case.model, folder / "other")
-    one, several = (answers_of(case, num, folder, other) for num in (1, case.num_hosts))
+@pytest.mark.parametrize("name", long_but(CASES, QUICK))
+def test_every_mesh_over_hosts_answers_as_one_host(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    other = altered_weights(case.model, tmp_path / "other")
+    one, several = (answers_of(case, num, tmp_path, other) for num in (1, case.num_hosts))
     assert_equal(several, one)
     assert several["kept"] != several["updated"]
     assert several["retracts"]

@@ -20,6 +20,7 @@ from sgl_jax.core.errors import FAILED, GROUP_REFUSED, HOST_LOST
 from tests.fault_kit.faults import is_gone
 from tests.multihost.live_group import Host, end, generate, live_group, start_host
 from tests.multihost.machines import Machines, can_cut, machines
+from tests.support.long import long_but
 from tests.support.waiting import until
 
 LIMIT_S = 30.0
@@ -68,7 +69,7 @@ def all_faults() -> list[Fault]:
     return signals + [Fault(CUT, 1, "network", phase) for phase in phases]
 
 
-QUICK = [Fault("SIGKILL", 1, "engine", "serving")]
+QUICK = Fault("SIGKILL", 1, "engine", "serving")
 
 
 def name_of(fault: Fault) -> str:
@@ -76,14 +77,7 @@ def name_of(fault: Fault) -> str:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("fault", QUICK, ids=name_of)
-def test_a_lost_host_ends_the_group(fault: Fault, tmp_path: Path) -> None:
-    inject(fault, tmp_path)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("fault", all_faults(), ids=name_of)
+@pytest.mark.parametrize("fault", long_but(all_faults(), QUICK), ids=name_of)
 def test_every_fault_ends_the_group(fault: Fault, tmp_path: Path) -> None:
     inject(fault, tmp_path)
 
