@@ -93,8 +93,8 @@ def variants() -> list[tuple[ServedModel, Variant]]:
     """
     rows = covering(((DENSE, HYBRID), *AXES), 3, [(DENSE, *variant) for variant in SOME])
     found = [
-        (model, Variant(*rest, model.draft_layer if speculation == LAYER else speculation))
-        for model, *rest, speculation in rows
+        (model, Variant._make((*rest, model.draft_layer if drafts == LAYER else drafts)))
+        for model, *rest, drafts in rows
     ]
     # Variants of the same shapes follow each other and share what was compiled.
     return sorted(found, key=lambda own: (own[0].name, own[1].page_size, own[1].chunk, own[1].dp))

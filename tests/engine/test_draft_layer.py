@@ -104,9 +104,7 @@ SETTINGS_OF: tuple[dict[str, dict[str, Any]], ...] = (
 def cases() -> list[Any]:
     """Return models and settings of which every two occur together, a model's in sequence."""
     found = []
-    for model, *names in sorted(
-        covering([list(axis) for axis in (MODELS_THAT_DRAFT, *SETTINGS_OF)], 2)
-    ):
+    for model, *names in sorted(covering((MODELS_THAT_DRAFT, *SETTINGS_OF), 2)):
         settings: dict[str, Any] = {}
         for own, name in zip(SETTINGS_OF, names, strict=True):
             settings |= own[name]

@@ -6,14 +6,14 @@ such a covering array finds what the whole product would, with a fraction of its
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 Row = tuple[Any, ...]
 
 
 def covering(
-    axes: Sequence[Sequence[Any]],
+    axes: Iterable[Iterable[Any]],
     strength: int,
     chosen: Iterable[Row] = (),
 ) -> list[Row]:
