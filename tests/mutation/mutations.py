@@ -3542,8 +3542,8 @@ MUTATIONS = (
     Mutation(
         "not finite: leave a withdrawn node under its key",
         _TREE,
-        '            key += b"\\xff%d" % node.node_id\n',
-        "            pass\n",
+        'return key + b"\\xff%d" % node.node_id if node.is_withdrawn else key',
+        "return key",
     ),
     Mutation(
         "not finite: insert below a withdrawn node",

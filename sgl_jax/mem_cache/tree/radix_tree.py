@@ -91,13 +91,10 @@ class RadixTree:
         return is_of_parent and node.child_key == key and parent.children.get(key) is node
 
     def own_key(self, node: TreeNode) -> bytes:
-        """Return the `child_key` that `node` must have. In the key of the highest withdrawn node of
-        a path, bytes that no namespace has follow the first page, so that no lookup finds it."""
-        parent = parent_of(node)
-        key = self.key_at(parent.end, node.key, node.namespace)
-        if node.is_withdrawn and not parent.is_withdrawn:
-            key += b"\xff%d" % node.node_id
-        return key
+        """Return the `child_key` that `node` must have. In the key of a withdrawn node, bytes that
+        no namespace has follow the first page, so that no lookup finds it."""
+        key = self.key_at(parent_of(node).end, node.key, node.namespace)
+        return key + b"\xff%d" % node.node_id if node.is_withdrawn else key
 
     def key_at(self, start: int, tokens: Int32Array, namespace: str) -> bytes:
         """Return the key of the edge that begins with `tokens`, a page or more, in the children of
@@ -253,9 +250,10 @@ class RadixTree:
                 self.block_log.removed(each.page_hashes)
             each.is_withdrawn = True
             self.cursors.leaf_trimmed(each, above)
-        del above.children[top.child_key]
-        top.child_key = self.own_key(top)
-        above.children[top.child_key] = top
+            siblings = parent_of(each).children
+            del siblings[each.child_key]
+            each.child_key = self.own_key(each)
+            siblings[each.child_key] = each
         self._withdrawn += (top,)
 
     def settle(self) -> None:

@@ -342,6 +342,24 @@ def test_nothing_joins_a_withdrawn_path() -> None:
     assert cache.evict(99) == 1
 
 
+def test_more_of_a_withdrawn_path_that_is_locked_is_withdrawn() -> None:
+    allocator = PageAllocator(100)
+    cache = cache_with((1, 2, 3, 4), allocator=allocator)
+    lower = cache.match_prefix(array_of((1, 2, 3, 4))).node
+    assert lower is not None
+    locks = [(lower, None)]
+    for length in (3, 2, 0):
+        cache.withdraw(array_of((1, 2, 3, 4)), "", length)
+        assert cache.peek(array_of((1, 2, 3, 4))) == length
+        again = accept_again(cache, allocator, (1, 2, 3, 4))
+        locks.append((again, None))
+        audit_cache(cache, locks)
+    for node, _ in locks:
+        cache.unlock(node)
+    audit_cache(cache, [])
+    assert cache.evict(99) == 4
+
+
 def test_a_walk_visits_the_rest_of_an_edge_whose_end_was_split_off_and_evicted() -> None:
     allocator = PageAllocator(100)
     cache = cache_with((1, 2, 3, 4), allocator=allocator)
