@@ -1946,7 +1946,7 @@ MUTATIONS = (
     Mutation(
         "a request inherits the rank that the last one of its line stayed for",
         _QUEUE,
-        "        columns.stay_rank[line] = NO_RANK\n",
+        "        columns.stay_rank[line], columns.stay_until[line] = NO_RANK, 0\n",
         "",
     ),
     Mutation(

@@ -123,7 +123,7 @@ class WaitingQueue:
         self._tenants.queue(request.tenant, 1)
         columns.is_retracted[line] = request.num_retractions > 0
         columns.has_leader[line] = False
-        columns.stay_rank[line] = NO_RANK
+        columns.stay_rank[line], columns.stay_until[line] = NO_RANK, 0
         columns.awaits_event[line] = self._awaits_event(request)
 
     def _note_need(self, request: Request, line: int) -> None:

@@ -377,6 +377,18 @@ def test_lines_are_used_again() -> None:
     audit_cache(queue.memories[0].cache, [])
 
 
+def test_a_line_that_is_used_again_stays_for_no_rank() -> None:
+    queue = Queue("fcfs", dp_size=2, cached_len=0)
+    first = queue.add(0)
+    queue.waiting.stay(first, 1, 100)
+    queue.waiting.remove(first)
+    second = queue.add(1)
+    assert second.line == first.line
+    ranks, no_tenants = np.arange(2), np.zeros((2, MAX_TENANTS + 1), np.bool_)
+    assert queue.waiting.has_short(ranks, np.array([5, 5]), no_tenants, 50)
+    assert not queue.waiting.is_staying(second, 50)
+
+
 # -- passed over ------------------------------------------------------------------------------
 
 
