@@ -57,16 +57,20 @@ def walk_failure(error: Exception) -> Finding:
 def find_defects(memory: RankMemory) -> list[Finding]:
     """Return all defects in the rows, the leases, the cache and the owners of pages."""
     slices = chain([_raised(lambda: audit_cache(memory.cache, locks_of(memory)))], walk(memory))
-    found = chain.from_iterable(findings_of(each) for each in slices)
-    return list({finding.what: finding for finding in found}.values())
+    found = findings_of(chain.from_iterable(map(findings_of, slices)))
+    # Both walks over the cache may find the same defect.
+    distinct = {(each.what, each.pool, each.pages.tobytes()): each for each in found}
+    return list(distinct.values())
 
 
 def findings_of(findings: Iterable[Finding]) -> list[Finding]:
-    """Return the findings of a slice, or the error that ended it."""
+    """Return the findings of a slice, and the error that ended it, if any."""
+    found: list[Finding] = []
     try:
-        return list(findings)
+        found.extend(findings)
     except Exception as error:
-        return [walk_failure(error)]
+        found.append(walk_failure(error))
+    return found
 
 
 def walk(memory: RankMemory) -> Iterator[Iterable[Finding]]:

@@ -5,9 +5,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.engine_sizes import CacheGroup, EngineSizes
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.ledger import audit, check_balance
+from sgl_jax.mem_cache.pages.page_allocator import TREE
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import publish_prefix, release_kv_cache
 from sgl_jax.mem_cache.tree.radix_cache import RadixCache
@@ -289,6 +290,33 @@ def test_an_audit_whose_walk_breaks_is_a_ledger_error() -> None:
     check_balance(memory)
     with pytest.raises(LedgerError, match="the walk itself failed: TypeError"):
         audit(memory)
+
+
+def test_a_lease_that_is_none_is_a_ledger_error() -> None:
+    memory = busy_memory()
+    memory.leases[3] = None
+    with pytest.raises(LedgerError, match=r"3 leases.*the walk itself failed: AttributeError"):
+        check_balance(memory)
+
+
+def test_only_the_pages_with_a_defect_are_named_and_those_of_all_pools() -> None:
+    groups = (CacheGroup(None, 0), CacheGroup(9, 1))
+    memory = RankMemory(0, SIZES._replace(groups=groups, pool_pages=(32, 32)))
+    tokens = np.arange(20, dtype=np.int32)
+    lease = memory.open_lease(tokens)
+    assert memory.grow_row(lease.row, 20)
+    memory.commit_rows(np.array([lease.row]), np.array([20], np.int32))
+    release_kv_cache(memory, lease, tokens, insert=True)
+    audit(memory)
+    wrong = [
+        int(np.flatnonzero(each.owners() == TREE)[k]) for k, each in enumerate(memory.allocators)
+    ]
+    for allocator, page in zip(memory.allocators, wrong, strict=True):
+        allocator._owner[page] = 4
+    with pytest.raises(LedgerError) as raised:
+        audit(memory)
+    assert sorted(raised.value.pages) == sorted(wrong)
+    assert wrong[0] != wrong[1]
 
 
 @pytest.mark.parametrize("page", [10_000, 32, -1, -5])

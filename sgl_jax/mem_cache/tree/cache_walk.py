@@ -18,7 +18,7 @@ import numpy as np
 
 from sgl_jax.core.step_plan import Int32Array, IntpArray
 from sgl_jax.mem_cache.errors import LedgerError
-from sgl_jax.mem_cache.pages.page_allocator import TREE
+from sgl_jax.mem_cache.pages.page_allocator import NULL_PAGE, TREE
 from sgl_jax.mem_cache.tree.radix_cache import RadixCache
 from sgl_jax.mem_cache.tree.radix_tree import RadixTree
 from sgl_jax.mem_cache.tree.tree_component import FirstPages, LockedEnd, TreeComponent
@@ -89,10 +89,13 @@ class CacheWalk:
             self._visit(self._next.pop())
         nodes = self._visited[first:]
         ends = [LockedEnd(*lock) for lock in locks]
-        for component in self._cache.tree.components:
-            if 0 <= component.pool < len(self._allocators):
-                self._check_pages(component, nodes, first)
-        for component in self._cache.tree.components:
+        components = self._cache.tree.components
+        in_pools = [each for each in components if 0 <= each.pool < len(self._allocators)]
+        # Note the pages of all nodes before any check: else they would be reported as missing.
+        noted = [self._note_pages(each, nodes, first) for each in in_pools]
+        for component, pages in zip(in_pools, noted, strict=True):
+            self._check_pages(component.pool, *pages)
+        for component in components:
             component.audit_nodes(nodes, ends)
         _audit_shape(self._cache.tree, nodes)
 
@@ -118,21 +121,31 @@ class CacheWalk:
         self._visited.append(node)
         self._next.extend(node.children.values())
 
-    def _check_pages(self, component: TreeComponent, nodes: Sequence[TreeNode], first: int) -> None:
-        """Check that the tree owns each page of `nodes`, and that no other node has it. `first` is
-        the index of the first of `nodes` in the list of visited nodes."""
-        pool, seen = component.pool, self._seen[component.pool]
-        pages = component.pages_of(nodes)
+    def _note_pages(
+        self, component: TreeComponent, nodes: Sequence[TreeNode], first: int
+    ) -> tuple[Int32Array, IntpArray, IntpArray]:
+        """Return the pages of `nodes`, their numbers, which are noted, and the numbers noted
+        before. `first` is the index of the first of `nodes` in the list of visited nodes."""
+        seen, pages = self._seen[component.pool], component.pages_of(nodes)
         lens = [len(node.values[component.index]) for node in nodes]
         places = np.repeat(np.arange(first, first + len(nodes)), lens)[pages != 0]
         pages = pages[pages != 0]
+        numbers = places * len(self._cache.tree.components) + component.index + 1
+        existing = np.where((pages > 0) & (pages < len(seen)), pages, NULL_PAGE)
+        before = seen[existing]
+        seen[existing] = numbers
+        return pages, numbers, before
+
+    def _check_pages(
+        self, pool: int, pages: Int32Array, numbers: IntpArray, before: IntpArray
+    ) -> None:
+        """Check that the tree owns each page, and that no other node has it."""
+        seen = self._seen[pool]
         if len(pages) and not 0 < pages.min() <= pages.max() < len(seen):
             raise LedgerError(f"the tree has pages that do not exist: {pages.min(), pages.max()}")
         owned = self._allocators[pool].owners_of(pages)
         self._refuse(pages[owned != TREE], pool, "nodes have pages that the tree does not own")
-        self._check_seen(pages, seen[pages], pool)
-        numbers = places * len(self._cache.tree.components) + component.index + 1
-        seen[pages] = numbers
+        self._check_seen(pages, before, pool)
         self._refuse(pages[seen[pages] != numbers], pool, "two nodes have the same pages")
 
     def _check_seen(self, pages: Int32Array, before: IntpArray, pool: int) -> None:
