@@ -121,7 +121,9 @@ class CpuTier:
         if self.write_policy == "write_back":
             path = self._memory.cache.tree.path_to(node)
             tokens = np.concatenate([each.key for each in path])[:length]
-            self._begin_copy(tokens, node.namespace)
+            # A second copy of a prefix in flight copies all of its pages again.
+            if not (self._has_many_leaving and self._is_leaving(tokens, node.namespace)):
+                self._begin_copy(tokens, node.namespace)
 
     def _offer(self, tokens: Int32Array, namespace: str) -> None:
         last = self._offers[-1] if self._offers else None
@@ -138,13 +140,17 @@ class CpuTier:
         """Copy offered prefixes. A prefix waits while a copy of its beginning is in flight."""
         self._may_begin = False  # until a copy ends, or another prefix is offered
         for _ in range(len(self._offers)):
-            if sum(len(move.pages[0]) for move in self._moves.values()) >= _MAX_LEAVING_PAGES:
+            if self._has_many_leaving:
                 return
             offer = self._offers.popleft()
             if self._is_leaving(*offer):
                 self._offers.append(offer)
             else:
                 self._begin_copy(*offer)
+
+    @property
+    def _has_many_leaving(self) -> bool:
+        return sum(len(move.pages[0]) for move in self._moves.values()) >= _MAX_LEAVING_PAGES
 
     def _is_leaving(self, tokens: Int32Array, namespace: str) -> bool:
         page_size = self._memory.page_size

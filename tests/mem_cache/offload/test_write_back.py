@@ -92,3 +92,20 @@ def test_states_that_are_evicted_alone_are_on_the_host() -> None:
     prompts = list(conversations(16, 1, 0))
     assert sum(map(replay.serve, prompts)) == 0
     assert sum(map(replay.serve, prompts)) == 16 * 128
+
+
+class SlowReplay(HostReplay):
+    """As before, but no copy ends."""
+
+    num_copied = 0
+
+    def end_transfers(self) -> None:
+        self.num_copied += sum(len(move.pages[0]) for move in self.tier.take().copies)
+
+
+def test_prefixes_in_flight_are_not_copied_again_and_again() -> None:
+    replay = SlowReplay(GROUPS["a window"], "write_back", (1537, 97))
+    rng = np.random.default_rng(5)
+    for _ in range(16):
+        replay.serve(rng.integers(0, 50_000, 1536).astype(np.int32))
+    assert 256 <= replay.num_copied <= 256 + 16 * 96
