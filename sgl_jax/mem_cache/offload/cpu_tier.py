@@ -186,12 +186,16 @@ class CpuTier:
             self._begins.copies.append(move)
 
     def _is_being_copied(self, tokens: Int32Array, namespace: str, is_offered: BoolArray) -> bool:
-        """Return whether a copy in flight has all offered values, bool[groups, pages], of the
-        prefix, except those that were in CPU memory when it began."""
+        """Return whether a copy in flight ends with or after the prefix and has all its offered
+        values, bool[groups, pages], past the part that was in CPU memory when it began.
+
+        Within that part, CPU memory may lack the values that the end of a shorter prefix needs.
+        """
         copies = (self.blocks.copies[number] for number in self._moves)
         return any(
             copy.is_wanted
             and copy.namespace == namespace
+            and copy.num_before * self._memory.page_size < len(tokens)
             and common_prefix_len(copy.tokens, tokens) == len(tokens)
             and not (is_offered & (copy.blocks[:, : is_offered.shape[1]] == 0))[
                 :, copy.num_before :

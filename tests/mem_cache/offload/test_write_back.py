@@ -94,6 +94,23 @@ def test_states_that_are_evicted_alone_are_on_the_host() -> None:
     assert sum(map(replay.serve, prompts)) == 16 * 128
 
 
+def test_a_snapshot_before_a_copy_in_flight_that_the_host_lacks_is_copied() -> None:
+    replay = HostReplay(STATES, "write_back", (513, 13))
+    tokens = np.arange(161, dtype=np.int32)
+    replay.serve(tokens)
+    tier, cache = replay.tier, replay.memory.cache
+    node = cache.find(tokens)[0]
+    tier.before_eviction(node, 96)
+    replay.end_transfers()
+    on_host = tier.blocks.cache.num_evictable[1]
+    assert tier.blocks.cache.evict(on_host - 1, 1) == on_host - 1
+    assert tier.num_here(tokens, "") == 96, "only the last snapshot is left"
+    tier.before_eviction(node, 160)
+    tier.before_eviction(node, 64)
+    replay.end_transfers()
+    assert tier.num_here(tokens[:65], "") == 64
+
+
 class SlowReplay(HostReplay):
     """As before, but no copy ends."""
 
