@@ -196,6 +196,15 @@ async def test_a_stream_tells_of_each_item_as_it_is_made(served_tools: Served, t
     assert await client.responses.retrieve(final.id) is not None
 
 
+async def test_each_event_begins_with_its_type_and_number(served_tools: Served) -> None:
+    _, client = served_tools
+    create = client.responses.with_streaming_response.create
+    async with create(model="default", input="Sunny.", stream=True) as response:
+        events = [line[6:] async for line in response.iter_lines() if line.startswith("data: ")]
+    assert len(events) > 5
+    assert {tuple(json.loads(event))[:2] for event in events} == {("type", "sequence_number")}
+
+
 def _without(item: Any, names: set[str]) -> Any:
     if isinstance(item, dict):
         return {key: _without(value, names) for key, value in item.items() if key not in names}

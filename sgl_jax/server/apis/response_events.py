@@ -82,7 +82,8 @@ class ResponsesFormat(PartsFormat):
 
     def _write(self, event: NamedEvent) -> bytes:
         self._num_events += 1
-        return super()._write({**event, "sequence_number": self._num_events - 1})
+        numbered = {"type": event["type"], "sequence_number": self._num_events - 1}
+        return super()._write(numbered | event)
 
     def _begun(self, stream: RequestStream) -> Iterator[NamedEvent]:
         yield {"type": "response.created", "response": self._object}
