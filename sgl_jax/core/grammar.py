@@ -16,8 +16,9 @@ _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separa
 _FREE_STYLE = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n]?"}
 _OPTIONS = "x-guidance"  # key of llguidance's options in a schema
 _OPEN = "open_objects"  # an option of this project, not of llguidance
-# Rule of an `ebnf` with a JSON schema that the client sent in another field.
-JSON_RULE = "response_json"
+# Rule of an `ebnf` with a JSON schema that the client sent in another field. The name is one that
+# no client's grammar has.
+JSON_RULE = "json_of_response_format"
 # Text of a special token -> its id.
 SpecialIds = Mapping[str, int]
 

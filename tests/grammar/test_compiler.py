@@ -336,6 +336,15 @@ def test_a_fault_in_the_schema_of_the_answer_names_its_field(compiler: GrammarCo
         assert refusal.value.param == field
 
 
+@pytest.mark.parametrize("rule", ["json", "response_json"])
+def test_a_fault_in_a_rule_of_the_client_names_the_grammar(
+    compiler: GrammarCompiler, rule: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match="type must be") as refusal:
+        compiler.compile(Grammar("ebnf", f'start: {rule}\n{rule}: %json {{"type": 1}}'))
+    assert refusal.value.param == "ebnf"
+
+
 @pytest.mark.long
 def test_a_grammar_that_costs_too_much_is_given_up_and_says_why(
     compiler: GrammarCompiler, tokenizer: Tokenizer
