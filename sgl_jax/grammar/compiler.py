@@ -37,6 +37,7 @@ _FREE_TEXT = r"(.|\n)*"
 _LARK = re.compile(r"^\s*(%llguidance\b|[?!]?start\s*:)", re.MULTILINE)
 # In llguidance's message, the line at fault has a caret below it.
 _FAULT_OF_JSON = re.compile(rf"\n +\d+ \| {JSON_RULE}: .*\n +\^")
+_AROUND_FAULT = re.compile(r"^at [^:]*: (?:failed to compile JSON schema: )?|\n +\d+ \| ")
 # Schemas of MAX_GRAMMAR_CHARS compile within about 0.3 s. If a grammar is so ambiguous that a token
 # takes more than about 0.05 s, its request ends; a token of a schema takes microseconds.
 _LIMITS = LLParserLimits(max_items_in_row=500, step_max_items=2_000)
@@ -217,7 +218,7 @@ def _refusal(kind: GrammarKind, reason: str) -> InvalidRequestError:
     # llguidance's stack does not help a client.
     lines = re.split(r"\n<state>|\nbacktrace", reason)[0].strip()
     if _FAULT_OF_JSON.search(lines):
-        kind, lines = "json_schema", re.split(r"^at [^:]*: |\n +\d+ \| ", lines)[1]
+        kind, lines = "json_schema", _AROUND_FAULT.split(lines)[1]
     return InvalidRequestError(f"{kind}: {lines}", kind)
 
 

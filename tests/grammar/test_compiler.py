@@ -336,6 +336,20 @@ def test_a_fault_in_the_schema_of_the_answer_names_its_field(compiler: GrammarCo
         assert refusal.value.param == field
 
 
+def test_a_fault_in_the_schema_of_the_answer_reads_as_in_a_schema_alone(
+    compiler: GrammarCompiler,
+) -> None:
+    reasons = []
+    for grammar in (
+        Grammar("json_schema", '{"type": "thing"}'),
+        Grammar("ebnf", f'start: {JSON_RULE}\n{JSON_RULE}: %json {{"type": "thing"}}'),
+    ):
+        with pytest.raises(InvalidRequestError) as refusal:
+            compiler.compile(grammar)
+        reasons.append(str(refusal.value))
+    assert reasons[0] == reasons[1]
+
+
 @pytest.mark.parametrize("rule", ["json", "response_json"])
 def test_a_fault_in_a_rule_of_the_client_names_the_grammar(
     compiler: GrammarCompiler, rule: str
