@@ -36,6 +36,7 @@ NUMBERS_NAME, VALUES_NAME = "quantized_matmul_numbers", "quantized_matmul_values
 QUANTIZE_NAME = "quantize_activations"
 MAX_CONVERTED_TOKENS = 256  # most tokens for which the kernel is faster than XLA, without groups
 _SUBLANES = 16  # rows of a tile of 2-byte numbers
+_BYTE_ROWS = 32  # rows of a tile of 8-bit numbers
 _MAX_TOKENS = 512  # most tokens of a tile
 _MAX_BLOCK = 2 << 20  # most numbers of a block
 _MAX_VALUES = 8 << 20  # most bytes of a block without conversion
@@ -177,8 +178,8 @@ def _multiply_numbers(
 
 
 def activation_rows(num_tokens: int, inputs: int) -> int:
-    """Return the number of tokens to quantize at once."""
-    return min(num_tokens, max(_MAX_VALUES // 8 // inputs // _SUBLANES, 1) * _SUBLANES)
+    """Return the number of tokens to quantize at once: whole tiles of 8-bit numbers, or all."""
+    return min(num_tokens, max(_MAX_VALUES // 8 // inputs // _BYTE_ROWS, 1) * _BYTE_ROWS)
 
 
 def quantized_activations(
