@@ -7,8 +7,7 @@ from sgl_jax.core.server_args import ServerArgs
 # With smaller pages, attention on a TPU is bound by instructions (docs/inside/kernels.md).
 TPU_PAGE_SIZE = 128
 _PAGE_SIZE = 16
-# Prompts take 4 % longer than in chunks of 512, and decode rows wait half as long for each.
-_CPU_CHUNK_TOKENS = 256
+_CPU_CHUNK_TOKENS = 512
 _ACCELERATOR_CHUNK_TOKENS = 2048
 _CPU_RUNNING_REQUESTS = 32
 _ACCELERATOR_RUNNING_REQUESTS = 256

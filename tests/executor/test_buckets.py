@@ -85,9 +85,9 @@ def test_limits_come_from_the_arguments_and_else_from_the_platform():
         buckets = choose_buckets(resolve_for_device(args, platform), platform)
         return (*buckets[:3], buckets.prompt_logprob_tokens)
 
-    assert limits(ServerArgs(), "cpu") == (32, 256, 0, 128)
+    assert limits(ServerArgs(), "cpu") == (32, 512, 0, 128)
     assert limits(ServerArgs(), "tpu") == (256, 2048, 0, 128)
     drafting = ServerArgs(speculative_algorithm="NGRAM", speculative_num_draft_tokens=3)
-    assert limits(drafting, "cpu") == (32, 256, 3, 128)
+    assert limits(drafting, "cpu") == (32, 512, 3, 128)
     args = ServerArgs(max_running_requests=100, dp_size=3, chunked_prefill_size=16)
     assert limits(args, "tpu") == (34, 16, 0, 16)

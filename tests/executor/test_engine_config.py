@@ -61,7 +61,7 @@ def test_a_cache_of_8_bits_takes_half_the_bytes_of_bfloat16():
 @pytest.mark.parametrize(
     ("platform", "wanted"),
     [
-        ("cpu", ("float32", "float32", "xla", 16, 32, 256)),
+        ("cpu", ("float32", "float32", "xla", 16, 32, 512)),
         ("gpu", ("bfloat16", "bfloat16", "xla", 16, 256, 2048)),
         ("tpu", ("bfloat16", "bfloat16", "pallas", 128, 256, 2048)),
     ],
@@ -121,7 +121,7 @@ def test_what_was_decided_is_told_and_nothing_else():
         "attention_backend": "xla",
         "page_size": 16,
         "max_running_requests": 32,
-        "chunked_prefill_size": 256,
+        "chunked_prefill_size": 512,
         "warmup": "all",
     }
 
