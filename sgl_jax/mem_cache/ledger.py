@@ -106,7 +106,7 @@ def _imbalance(memory: RankMemory) -> str | None:
         )
     num_idle = memory.sessions.num_idle
     for locked, num_protected in zip(memory.locked, cache.num_protected, strict=True):
-        # Idle sessions also lock their own pages.
+        # Idle sessions also lock pages that they own.
         if locked.num_locked < num_protected or (
             locked.num_locked > num_protected and not num_idle
         ):

@@ -263,8 +263,8 @@ class RankMemory:
             locked.unlock(listed)
 
     def mark_idle(self, lease: KVLease) -> None:
-        """Count `lease` as an idle session's, with a lock on its own pages too, instead of a
-        running request's."""
+        """Move `lease` from the running requests to the idle sessions, and lock the pages that it
+        owns."""
         self.lock(lease.pages(self.page_size, lease.cache_protected_len))
         for locked, listed in zip(self.locked, self._pages_of(lease), strict=True):
             locked.mark_idle(listed)

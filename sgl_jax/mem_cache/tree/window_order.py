@@ -125,7 +125,7 @@ _UNIT = 128  # the value of a snapshot with worth 1, in integers: all hosts comp
 _WEIGHTS = (*(2.0 ** (level - 7) for level in range(_NUM_INNER)), 4.0)
 # Prior counts: at the start, ends are kept.
 _INSIDE, _AT_END = 0.001, 1.0
-_INSIDE_COUNT = 0.5  # a branch makes a snapshot of its own, so the next prompt finds it anyway
+_INSIDE_COUNT = 0.5  # a prompt that branches leaves a snapshot there for the next prompt
 _MAX_RATIO = 8.0
 _HALVED_AFTER = 500  # lookups
 
@@ -137,8 +137,8 @@ class StateOrder(WindowOrder):
     and the next one. So an edge always offers the inner snapshot that leaves the smallest gap in
     relation to its path, and the snapshots that stay are spread over the path. The snapshot at the
     end of a leaf leaves with its leaf: as long as conversations only continue, all inner snapshots
-    go before any conversation loses its end, because an order by age alone would lose all ends at
-    once when conversations take turns. A snapshot where prompts branch stays longest.
+    go before any conversation loses its end, because an order by age would lose all ends at once
+    when conversations take turns. A snapshot where prompts branch stays longest.
 
     How much inner snapshots are worth in relation to ends is learned from lookups: of the prompts
     that continue a cached prefix, how many do so elsewhere than at the end of an earlier prompt.
