@@ -60,7 +60,8 @@ class Buckets(NamedTuple):
 
 def choose_buckets(args: ServerArgs, platform: str) -> Buckets:
     """Return the shapes for resolved arguments. There are exact shapes for all limits, for a full
-    decode batch (with and without drafts), and for a full chunk."""
+    decode batch (with and without drafts), and for a full chunk; where tenants share the engine,
+    also for half a chunk with a full decode batch."""
     limits = Buckets(
         rows=-(-args.max_running_requests // args.dp_size),
         chunk_tokens=args.chunked_prefill_size,
@@ -80,7 +81,10 @@ def choose_buckets(args: ServerArgs, platform: str) -> Buckets:
         shapes.append(Bucket(size, size))
         size *= 2
     shapes = [shape for shape in shapes if shape.tokens < limits.tokens]
-    for most in (limits.rows, limits.decode_tokens, limits.chunk_tokens, limits.tokens):
+    exact = [limits.rows, limits.decode_tokens, limits.chunk_tokens, limits.tokens]
+    if args.has_tenants:
+        exact.append(limits.tokens - limits.chunk_tokens // 2)  # half a chunk, see `Tenants`
+    for most in exact:
         shapes.append(Bucket(most, most))
     capped = {Bucket(min(shape.rows, limits.rows), shape.tokens) for shape in shapes}
     in_order = sorted(capped, key=lambda shape: (shape.tokens, shape.rows))

@@ -385,8 +385,17 @@ class Scheduler:
             if rank.unpublished:
                 rank.publish_awaited()
         taken = forced.take(self.ranks, self._steps) if forced else []
+        # Prompts of one tenant delay the tokens of others by half as long.
+        most = self._chunk_tokens
+        decoding_most = -(-most // 2) if ranks.tenants.is_shared else most
         builders = [
-            StepBuilder(rank, self.sizes, runnable, self._chunk_tokens, ranks.tenants)
+            StepBuilder(
+                rank,
+                self.sizes,
+                runnable,
+                decoding_most if len(runnable.decoding) else most,
+                ranks.tenants,
+            )
             for rank, runnable in zip(self.ranks, choose_runnable(ranks), strict=True)
         ]
         for builder in builders:

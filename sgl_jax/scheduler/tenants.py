@@ -79,6 +79,8 @@ class Tenants:
         self._max_running = np.zeros(size, np.int32)
         self.limits_running = False  # whether any tenant had a limit of running requests
         self._num_requests = np.zeros(size, np.int32)
+        self._num_present = 0  # tenants with requests
+        self.is_shared = False  # whether shares count and several tenants have requests
         self._num_queued = np.zeros(size, np.int32)
         self._tokens = np.zeros((3, size), np.int64)  # of prompts, cached, generated
 
@@ -98,8 +100,14 @@ class Tenants:
             self.limits_running |= tenant.max_running > 0
         if not self._num_queued[number]:
             self._served[number] = max(self._served[number], self._lowest())
+        if not self._num_requests[number]:
+            self._count_present(1)
         self._num_requests[number] += 1
         return number
+
+    def _count_present(self, change: int) -> None:
+        self._num_present += change
+        self.is_shared = self.is_fair and self._num_present > 1
 
     def _lowest(self) -> float:
         """Return the counter of a tenant that returns to the queue: the lowest of the waiting
@@ -111,7 +119,10 @@ class Tenants:
 
     def leave(self, number: int) -> None:
         self._num_requests[number] -= 1
-        if number and not self._num_requests[number] and not self._is_idle_listed[number]:
+        if self._num_requests[number]:
+            return
+        self._count_present(-1)
+        if number and not self._is_idle_listed[number]:
             self._is_idle_listed[number] = True
             heappush(self._idle, (float(self._served[number]), number))
 

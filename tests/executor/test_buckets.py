@@ -75,6 +75,12 @@ def test_padding_never_more_than_quadruples_a_steps_tokens(rows, drafts):
             assert buckets.smallest(tokens, 1).tokens < 4 * tokens
 
 
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_half_a_chunk_of_tenants_that_share_is_not_padded(platform):
+    args = ServerArgs(max_running_requests=20, chunked_prefill_size=700, fair_share="tokens")
+    assert choose_buckets(args, platform).smallest(370, 20) == Bucket(rows=20, tokens=370)
+
+
 def test_decode_rows_and_their_drafts_come_on_top_of_a_chunk():
     assert buckets_for(20, 16, "tpu").tokens == 36
     assert buckets_for(20, 16, "tpu", 4).tokens == 116

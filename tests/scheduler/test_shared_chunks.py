@@ -328,3 +328,29 @@ def test_nothing_waits_for_a_less_important_prompt_that_gets_no_tokens() -> None
     assert driver.scheduler._requests["alike"].lease is not None
     driver.run()
     assert driver.dp_rank["alike"] == 1
+
+
+@pytest.mark.parametrize(
+    ("fair_share", "names", "most"),
+    [
+        ("tokens", ("reader", "flooder"), CHUNK // 2),
+        ("tokens", ("reader", "reader"), CHUNK),
+        ("off", ("reader", "flooder"), CHUNK),
+    ],
+)
+def test_prompts_of_a_tenant_take_half_a_step_while_another_decodes(
+    fair_share: str, names: tuple[str, str], most: int
+) -> None:
+    driver = make_driver(args=SchedulerArgs(fair_share=fair_share))
+    reader, flooder = (Tenant(name=name) for name in names)
+    driver.submit(generate("reader", prompt(0, SHORT), 20, tenant=reader))
+    driver.step()
+    driver.submit(generate("flooder", prompt(1, LONG), 1, tenant=flooder))
+    for _ in range(15):
+        driver.step()
+    # The first step after the prompt has arrived does not share yet: it was planned before.
+    assert {count_chunks(plan) for plan in driver.plans[2:]} == {most}
+    driver.run()
+    assert count_chunks(driver.plans[-3]) == CHUNK  # no one decodes
+    for rid in ("reader", "flooder"):
+        driver.check_tokens(rid)
