@@ -91,10 +91,23 @@ def load_params(
     params |= head_params
     if kv_scales is not None:
         params |= place_kv_scales(kv_scales, placed.declared)
+    _use_layouts(params, placed.declared)
     tree: ParamTree = unflatten_mapping(params)
     if placed.separates_layers:
         separate_matrices(tree["layers"])
     return tree
+
+
+def _use_layouts(
+    params: dict[ParamPath, jax.Array], declared: Mapping[ParamPath, Declaration]
+) -> None:
+    """Replace each array whose axes are not in the declared order in memory, one at a time."""
+    for path in params:
+        wanted = declared[path].array.format
+        if wanted.layout is None:
+            continue
+        if params[path].format.layout.major_to_minor != wanted.layout.major_to_minor:
+            params[path] = jax.device_put(params[path], wanted, donate=True)
 
 
 def detect_format(folder: Path) -> str:

@@ -70,7 +70,7 @@ class Programs:
         spans_hosts = len({device.process_index for device in mesh.devices.flat}) > 1
         self._gathers_output = spans_hosts and sizes.dp_size > 1
         self._weights = tuple(
-            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in leaves
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.format) for leaf in leaves
         )
         self._state, self._row_params = state, row_params
         self._steps: dict[Bucket, StepProgram] = {}

@@ -36,6 +36,12 @@ class Declaration(NamedTuple):
     read: Read
     layers: tuple[int, ...]  # stacked on axis 0, in this order; () if it belongs to no layer
 
+    @property
+    def is_kernel_operand(self) -> bool:
+        """Return True if Pallas kernels get the whole array: parts of quantized matrices, and
+        experts."""
+        return self.read == "experts" or self.initial in ("values", "scales", "zeros")
+
 
 def parameter(
     source: Source | Shape,

@@ -1,4 +1,4 @@
-"""A model's declaration for a mesh: its graph, and the sharding of each of its parameters.
+"""A model's declaration for a mesh: its graph, and the sharding and layout of its parameters.
 
 Needs no weights and no device, so that it also works for meshes of chips that do not exist.
 """
@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.traversals import unflatten_mapping
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding
 
 from sgl_jax.layers.mesh_axes import DATA_AXIS, TENSOR_AXIS
@@ -21,7 +22,7 @@ class PlacedModel(NamedTuple):
     """A model's declaration on a mesh, before it has weights."""
 
     model: CausalLM
-    declared: dict[Path, Declaration]  # by parameter; the arrays have their shardings
+    declared: dict[Path, Declaration]  # by parameter; the arrays have shardings and layouts
     separates_layers: bool  # whether layers have separate matrices, see `layer_weights`
 
     @property
@@ -46,6 +47,11 @@ def place_model(config: ModelConfig, mesh: Mesh, options: BuildOptions) -> Place
     for path, own in declarations(model).items():
         widens = options.widens_int4 and own.array.dtype == jnp.int4
         dtype = jnp.dtype(jnp.int8) if widens else own.array.dtype
-        array = own.array.update(dtype=dtype, sharding=NamedSharding(mesh, own.spec))
+        sharding: NamedSharding | Format = NamedSharding(mesh, own.spec)
+        if own.is_kernel_operand and not options.separates_layers:
+            # Kernels read rows of memory. By default, XLA on a TPU chooses the order of axes that
+            # needs the least padding, and would copy the array for the kernel in each step.
+            sharding = Format(Layout(tuple(range(own.array.ndim))), sharding)
+        array = own.array.update(dtype=dtype, sharding=sharding)
         declared[path] = own._replace(array=array)
     return PlacedModel(model, declared, options.separates_layers)
