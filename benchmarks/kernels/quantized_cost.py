@@ -115,7 +115,7 @@ def experts(weight: WeightFormat | None) -> Kernel:
         groups, scale = (
             (inputs // MXFP4_GROUP, jnp.uint8) if weight == "mxfp4" else (1, jnp.float32)
         )
-        arrays.append(((LAYERS, EXPERTS, outputs, groups), scale))
+        arrays.append(((LAYERS, EXPERTS, groups, outputs), scale))
 
     def multiply(x, layer, sizes, *arrays):
         scales = arrays[1] if weight else None

@@ -5,6 +5,7 @@ import zlib
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -103,11 +104,10 @@ def _use_layouts(
 ) -> None:
     """Replace each array whose axes are not in the declared order in memory, one at a time."""
     for path in params:
-        wanted = declared[path].array.format
-        if wanted.layout is None:
-            continue
-        if params[path].format.layout.major_to_minor != wanted.layout.major_to_minor:
-            params[path] = jax.device_put(params[path], wanted, donate=True)
+        array: Any = params[path]
+        wanted, found = declared[path].array.format, array.format
+        if wanted.layout and wanted.layout.major_to_minor != found.layout.major_to_minor:
+            params[path] = jax.device_put(array, wanted, donate=True)
 
 
 def detect_format(folder: Path) -> str:

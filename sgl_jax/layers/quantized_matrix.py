@@ -17,7 +17,7 @@ from sgl_jax.kernels.quantized_matmul.numbers import scale_dtype, value_dtype
 from sgl_jax.layers.layer_weights import use_stacks, use_weight
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS, MeshAxes, concatenate_over
 from sgl_jax.layers.parameter import Read, parameter
-from sgl_jax.layers.sources import MatrixPart, PartKind, Shared, Source
+from sgl_jax.layers.sources import MatrixPart, PartKind, Shared, Source, Swapped, swapped
 
 _LEAST_GROUP = 8
 
@@ -140,7 +140,11 @@ class _Parts(NamedTuple):
         axes: tuple[MeshAxes, ...],
         read: Read = "all",
     ) -> "_Parts":
-        """Declare the parts of `source`, split over mesh `axes`; `group` inputs share a scale."""
+        """Declare the parts of `source`, split over mesh `axes`; `group` inputs share a scale.
+
+        Scales and zero points of matrices [experts, out, in] are [experts, groups, out]: a TPU pads
+        the last axis to 128 entries, and few groups would be mostly padding.
+        """
         by_group = list(axes)
         if group is None:
             by_group[source.input_axis] = None
@@ -148,6 +152,9 @@ class _Parts(NamedTuple):
             source.quantized(MatrixPart(kind, group))
             for kind in ("values", "scales", "zero_points")
         )
+        if source.input_axis == 2:
+            scales, zero_points = Swapped(scales), Swapped(zero_points)
+            by_group = list(swapped(tuple(by_group)))
         declare = partial(parameter, read=read, by_expert=read == "experts")
         of_values = value_dtype(scheme.weight)
         of_scales = scale_dtype(scheme.weight, dtype, in_groups=group is not None)

@@ -175,6 +175,25 @@ class Derived(Source):
 
 
 @dataclass(frozen=True)
+class Swapped(Derived):
+    """A part with its last two axes exchanged."""
+
+    @property
+    def shape(self) -> Shape:
+        return swapped(self.part.shape)
+
+    @property
+    def plain_shape(self) -> Shape:
+        return swapped(self.part.plain_shape)
+
+    def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
+        self.part.fill(out.swapaxes(-2, -1), swapped(index), tensors, prefix)
+
+    def fit(self, plain: jax.Array) -> jax.Array:
+        return self.part.fit(plain.swapaxes(-2, -1)).swapaxes(-2, -1)
+
+
+@dataclass(frozen=True)
 class Slice(Derived):
     """`size` slices of a part along axis `axis`: every `step`-th from `first` on."""
 

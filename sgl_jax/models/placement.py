@@ -47,11 +47,12 @@ def place_model(config: ModelConfig, mesh: Mesh, options: BuildOptions) -> Place
     for path, own in declarations(model).items():
         widens = options.widens_int4 and own.array.dtype == jnp.int4
         dtype = jnp.dtype(jnp.int8) if widens else own.array.dtype
-        sharding: NamedSharding | Format = NamedSharding(mesh, own.spec)
+        sharding = NamedSharding(mesh, own.spec)
+        layout = None
         if own.is_kernel_operand and not options.separates_layers:
             # Kernels read rows of memory. By default, XLA on a TPU chooses the order of axes that
             # needs the least padding, and would copy the array for the kernel in each step.
-            sharding = Format(Layout(tuple(range(own.array.ndim))), sharding)
-        array = own.array.update(dtype=dtype, sharding=sharding)
+            layout = Layout(tuple(range(own.array.ndim)))
+        array = own.array.update(dtype=dtype, sharding=Format(layout, sharding))
         declared[path] = own._replace(array=array)
     return PlacedModel(model, declared, options.separates_layers)

@@ -16,8 +16,8 @@ BLOCK_LINES = 32  # lines in a block of a CPU's loops, which only visit lines an
 class GroupMatrices(NamedTuple):
     """One chip's part of a matrix for each group and layer, as floats or quantized.
 
-    A matrix is stored as [k, m] or, for `transposed` products, as [m, k]. Its scales have one entry
-    per group of inputs along k.
+    A matrix is stored as [k, m] or, for `transposed` products, as [m, k]; its scales are the same
+    for both.
     """
 
     values: jax.Array  # [layers, groups, k, m]
@@ -28,10 +28,7 @@ class GroupMatrices(NamedTuple):
     @property
     def scales_outputs(self) -> bool:
         """Return True if each output has one scale for all inputs; it can multiply the result."""
-        if self.scales is None or self.zero_points is not None:
-            return False
-        pairs = zip(self.scales.shape, self.values.shape, strict=True)
-        return [own for own, size in pairs if own != size] == [1]
+        return self.scales is not None and self.zero_points is None and self.scales.shape[2] == 1
 
     def numbers(
         self, layer: jax.Array, group: jax.Array | slice, dtype: DTypeLike, *, transposed: bool
@@ -40,13 +37,12 @@ class GroupMatrices(NamedTuple):
         if self.weight is None or self.scales is None:
             return self.values[layer, group]
 
-        def own(part: jax.Array) -> jax.Array:
-            part = part[layer, group]
-            return part.swapaxes(-2, -1) if transposed else part
-
-        zero_points = None if self.zero_points is None else own(self.zero_points)
-        numbers = dequantized(own(self.values), own(self.scales), zero_points, self.weight, dtype)
-        return numbers.swapaxes(-2, -1) if transposed else numbers
+        values, scales = self.values[layer, group], self.scales[layer, group]
+        zero_points = None if self.zero_points is None else self.zero_points[layer, group]
+        if not transposed:
+            return dequantized(values, scales, zero_points, self.weight, dtype)
+        values = values.swapaxes(-2, -1)
+        return dequantized(values, scales, zero_points, self.weight, dtype).swapaxes(-2, -1)
 
 
 class GroupedMatmul(Protocol):

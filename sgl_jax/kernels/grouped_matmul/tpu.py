@@ -168,18 +168,16 @@ def _numbers(
 
 
 def _along_inputs(scales: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Repeat scales [m, groups] for each of their inputs, as [m, k].
+    """Repeat scales [groups, m] for each of their inputs, as [m, k].
 
     The matrix unit repeats them by an exact product with ones and zeros: the vector unit is slow at
     moving numbers along a row.
     """
-    groups = scales.shape[1]
-    if groups == 1:
-        return scales
+    groups = scales.shape[0]
     group = lax.broadcasted_iota(jnp.int32, (groups, shape[1]), 0)
     inputs = lax.broadcasted_iota(jnp.int32, (groups, shape[1]), 1)
     is_of = lax.div(inputs, jnp.int32(shape[1] // groups)) == group
-    return product(scales, is_of.astype(scales.dtype), (1, 0)).astype(scales.dtype)
+    return product(scales, is_of.astype(scales.dtype), (0, 0)).astype(scales.dtype)
 
 
 def _is_of_group(visits: _Visits, visit: Any, shape: tuple[int, ...]) -> jax.Array:
@@ -206,25 +204,16 @@ def tpu_grouped_matmul(
         tiles = choose_tiles(num_lines, num_groups, inputs, outputs, itemsize)
     tile, width = tiles
 
-    def of_matrix(column: Any, visit: Any, visits: _Visits) -> Any:
-        where = (column, 0) if transposed else (0, column)
-        return visits.sizes[0], visits.group[visit], *where
+    def of_inputs_by_outputs(column: Any, visit: Any, visits: _Visits) -> Any:
+        return visits.sizes[0], visits.group[visit], 0, column
+
+    def of_outputs_by_inputs(column: Any, visit: Any, visits: _Visits) -> Any:
+        return visits.sizes[0], visits.group[visit], column, 0
 
     parts = [part for part in matrices[:3] if part is not None]
-
-    def block_of(part: jax.Array) -> pl.BlockSpec:
-        across = part.shape[3 if transposed else 2]
-        block = (width, across) if transposed else (across, width)
-        return pl.BlockSpec((1, 1, *block), of_matrix)
-
-    blocks = list(map(block_of, parts))
-    if matrices.scales_outputs:
-        # In the stored shape [outputs, 1], each step would copy them to rows of 128 lanes.
-        parts[1] = parts[1].swapaxes(2, 3) if transposed else parts[1]
-        blocks[1] = pl.BlockSpec(
-            (1, 1, 1, width),
-            lambda column, v, visits: (visits.sizes[0], visits.group[v], 0, column),
-        )
+    blocks = [pl.BlockSpec((1, 1, part.shape[2], width), of_inputs_by_outputs) for part in parts]
+    if transposed:
+        blocks[0] = pl.BlockSpec((1, 1, width, inputs), of_outputs_by_inputs)
     kernel = pl.pallas_call(
         partial(
             _kernel,

@@ -96,12 +96,13 @@ def quantized_problem(scheme: Scheme, *, transposed: bool) -> tuple[Problem, np.
     lines = np.random.default_rng(9).normal(size=(40, 64)).astype(np.float32)
 
     def stack(name: str) -> Any:
-        """[layers, groups, k, m], or [layers, groups, m, k]."""
+        """[layers, groups, k, m]; values may be [layers, groups, m, k]."""
         parts = [getattr(own, name) for own in drawn]
         if parts[0] is None:
             return None
         stacked = np.stack(parts, axis=1)
-        return jnp.asarray(stacked.swapaxes(2, 3) if transposed else stacked)
+        is_swapped = transposed and name == "values"
+        return jnp.asarray(stacked.swapaxes(2, 3) if is_swapped else stacked)
 
     arrays = (stack(name) for name in ("values", "scales", "zero_points"))
     of_line = np.repeat(np.arange(groups), sizes)
