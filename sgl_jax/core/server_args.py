@@ -359,10 +359,11 @@ class ServerArgs(SchedulerArgs):
     # Start-up
     warmup: str = setting(
         "auto",
-        "programs compiled before the server is ready: all; plain: all but structured output's, "
-        "which follow in the background; none: each is compiled when first needed; auto is all on "
-        "CPU, else plain",
-        ("auto", "all", "plain", "none"),
+        "programs compiled before the server is ready: all; staged: two that can serve every step "
+        "without structured output, padded, and the others follow in the background; plain: all "
+        "but structured output's, which follow; none: each is compiled when first needed; auto is "
+        "staged on one host, else plain",
+        ("auto", "all", "staged", "plain", "none"),
     )
     compilation_cache_dir: str | None = setting(
         None,

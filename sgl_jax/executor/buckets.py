@@ -54,6 +54,23 @@ class Buckets(NamedTuple):
         """Return the token sizes of shapes with as many rows as tokens, or the maximum rows."""
         return tuple(own.tokens for own in self.all if own.rows == min(own.tokens, self.rows))
 
+    @property
+    def first(self) -> tuple[Bucket, ...]:
+        """Return the shapes that serve every step: that of a full decode batch, and the largest."""
+        decode = self.smallest(self.decode_tokens, self.rows)
+        return tuple(dict.fromkeys((decode, self.all[-1])))
+
+    def by_saving(self) -> list[Bucket]:
+        """Return the other shapes. Each is the one that reduces the tokens of its steps to the
+        smallest part, if it is added to `first` and the shapes before it."""
+        added, rest = list(self.first), [shape for shape in self.all if shape not in self.first]
+        while rest:
+            ready = self._replace(all=tuple(shape for shape in self.all if shape in added))
+            best = min(rest, key=lambda own: own.tokens / ready.smallest(*reversed(own)).tokens)
+            added.append(best)
+            rest.remove(best)
+        return added[len(self.first) :]
+
     def smallest(self, tokens: int, rows: int) -> Bucket:
         return next(own for own in self.all if own.tokens >= tokens and own.rows >= rows)
 

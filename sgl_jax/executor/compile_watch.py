@@ -1,6 +1,9 @@
 """Background compilation, and counts of compilations: at start, in the background, in the loop."""
 
+import contextlib
 import logging
+import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +15,8 @@ from sgl_jax.core.progress import Progress
 
 logger = logging.getLogger(__name__)
 
+_NICE = 19
+_TURN_S = 0.0005  # tracing holds the interpreter, and each step needs it several times
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
@@ -83,16 +88,18 @@ class CompileWatch:
 
 
 class BackgroundCompilation:
-    """Runs `jobs`, each of which compiles some programs, in order on one thread.
+    """Runs `jobs`, each of which compiles some programs, in order on one thread of low priority.
 
     Attributes:
         error: the error of the first failed job; None if none has failed.
+        num_done: ended jobs.
     """
 
     def __init__(
         self, jobs: Sequence[Callable[[], object]], watch: CompileWatch, progress: Progress
     ) -> None:
         self.error: str | None = None
+        self.num_done = 0
         self._jobs = jobs
         self._watch = watch
         self._progress = progress
@@ -111,9 +118,12 @@ class BackgroundCompilation:
 
     def _run(self) -> None:
         total = len(self._jobs)
+        with contextlib.suppress(OSError, AttributeError):  # only Linux has priorities of threads
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         with (
             self._watch.beside_loop(),
             self._progress.phase("compiling_in_background", total, "programs") as phase,
+            _short_turns(),
         ):
             for job in self._jobs:
                 if self._is_closed:
@@ -122,4 +132,16 @@ class BackgroundCompilation:
                     job()
                 except Exception as error:  # of the compiler, or out of memory
                     self.error = self.error or f"{type(error).__name__}: {error}"
+                self.num_done += 1
                 phase.advance()
+
+
+@contextmanager
+def _short_turns() -> Iterator[None]:
+    """Let other threads wait for the interpreter for at most `_TURN_S` in this context."""
+    usual_s = sys.getswitchinterval()
+    sys.setswitchinterval(_TURN_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(usual_s)

@@ -31,8 +31,7 @@ def resolve_for_device(args: ServerArgs, platform: str) -> ServerArgs:
         device=platform,
         dtype=dtype,
         kv_cache_dtype=dtype if args.kv_cache_dtype == "auto" else args.kv_cache_dtype,
-        # On a CPU, steps and the compiler would compete for cores and threads.
-        warmup=("all" if on_cpu else "plain") if args.warmup == "auto" else args.warmup,
+        warmup=_choose_warmup(args),
         attention_backend=backend,
         page_size=args.page_size or (TPU_PAGE_SIZE if platform == "tpu" else _PAGE_SIZE),
         max_running_requests=args.max_running_requests
@@ -40,3 +39,16 @@ def resolve_for_device(args: ServerArgs, platform: str) -> ServerArgs:
         chunked_prefill_size=args.chunked_prefill_size
         or (_CPU_CHUNK_TOKENS if on_cpu else _ACCELERATOR_CHUNK_TOKENS),
     )
+
+
+def _choose_warmup(args: ServerArgs) -> str:
+    """Return the resolved `--warmup`. The hosts of a group run the same programs, so none may use a
+    program before the others have it. Raises ValueError if they would."""
+    if args.warmup == "auto":
+        return "staged" if args.num_hosts == 1 else "plain"
+    if args.warmup == "staged" and args.num_hosts > 1:
+        raise ValueError(
+            "--warmup staged is for one host; choose plain, all or none with --nnodes "
+            f"{args.num_hosts}"
+        )
+    return args.warmup

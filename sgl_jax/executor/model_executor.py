@@ -38,7 +38,7 @@ from sgl_jax.core.step_plan import (
 )
 from sgl_jax.core.transfers import TransferEnd, Transfers
 from sgl_jax.executor.block_stores.opening import open_block_store, weights_fingerprint
-from sgl_jax.executor.buckets import Bucket
+from sgl_jax.executor.buckets import Bucket, Buckets
 from sgl_jax.executor.compile_watch import BackgroundCompilation, CompileWatch
 from sgl_jax.executor.cpu_blocks import CpuBlocks
 from sgl_jax.executor.devices import make_mesh, platform_of, set_compilation_cache
@@ -134,6 +134,8 @@ class ModelExecutor(Executor):
         self._weights = tuple(jax.tree.leaves(params))
         self._pool_layouts = config.pool_layouts
         self._buckets = config.buckets
+        # The shapes whose programs steps may use, and those of masked steps.
+        self._ready = self._ready_masked = config.buckets
         pool_pages = choose_pool_pages(
             args, config.pools, self._mesh, config.pages_per_row, config.logit_bytes
         )
@@ -158,6 +160,7 @@ class ModelExecutor(Executor):
         self._warmup = args.warmup
         self._watch = CompileWatch()
         self._background: BackgroundCompilation | None = None
+        self._num_needed = 0  # of its jobs, before masked steps may be launched
         self.profiler = Profiler()
         self.expert_recorder = ExpertRecorder(self._expert_counts)
         self._in_flight: deque[LaunchedStep] = deque()
@@ -194,19 +197,25 @@ class ModelExecutor(Executor):
         if self._warmup == "none":
             logger.warning("no warm-up: the first step of each shape will compile")
             return
-        masked = self._warmup == "all"
-        self._programs.compile_all(self._buckets.all, self._progress, masked=masked)
+        more: tuple[Callable[[Bucket], object], ...] = ()
+        if self._warmup == "staged":
+            self._ready = self._buckets._replace(all=self._buckets.first)
+            self._ready_masked = self._buckets._replace(all=())
+        else:
+            is_all = self._warmup == "all"
+            more = (self._programs.halves if is_all else self._programs.trace_halves,)
+        buckets = self._ready.all
+        self._programs.compile_all(buckets, self._progress, *more)
         if self.cpu_blocks is not None:
             self.cpu_blocks.compile()
         self._write(empty_piece(self.sizes.dp_size, self.sizes.max_stop_ids))
         ranks = (_idle_rank(),) * self.sizes.dp_size
         shape = (0, 1 + self.sizes.max_draft_tokens, mask_words(self.sizes.vocab_size))
         no_masks = [np.zeros(shape, np.int32) for _ in ranks]
-        buckets = self._buckets.all
         with self._progress.phase("warming_up", len(buckets), "programs") as phase:
             for bucket in buckets:
                 self._run(bucket, StepPlan(0, ranks))
-                if masked:
+                if self._warmup == "all":
                     self._draw(self._run(bucket, StepPlan(0, ranks, is_masked=True)), no_masks)
                 phase.advance()
             first = self.result(self.launch(first_token_plan(self.sizes)))
@@ -236,17 +245,45 @@ class ModelExecutor(Executor):
     def start_background(self) -> bool:
         """Start compiling the programs that `warm_up` skipped; return False if there are none. If
         True, no masked step may be launched before `background_end` returns a string."""
-        if self._warmup != "plain":
+        if self._warmup not in ("plain", "staged"):
             return False
-        jobs = [partial(self._programs.halves, bucket) for bucket in self._buckets.all]
+        masked = [partial(self._add_masked, bucket) for bucket in self._buckets.all]
+        self._num_needed = len(masked)
+        jobs = masked
+        if self._warmup == "staged":
+            rest = self._buckets.by_saving()
+            jobs = [partial(self._add_step, bucket) for bucket in rest]
+            jobs += [partial(self._add_masked, own) for own in (*self._buckets.first, *rest)]
+            self._num_needed = len(self._buckets.all)  # with masked steps of the first shapes
         self._background = BackgroundCompilation(jobs, self._watch, self._progress)
         return True
 
+    def _add_step(self, bucket: Bucket) -> None:
+        """Compile a shape's step, and use it from now on."""
+        try:
+            self._programs.step(bucket)
+        except Exception:  # of the compiler, or out of memory
+            logger.exception("the program of %s failed to compile; larger ones are used", bucket)
+            return
+        self._ready = self._with(self._ready, bucket)
+
+    def _add_masked(self, bucket: Bucket) -> None:
+        self._programs.halves(bucket)
+        self._ready_masked = self._with(self._ready_masked, bucket)
+
+    def _with(self, ready: Buckets, bucket: Bucket) -> Buckets:
+        own = tuple(each for each in self._buckets.all if each == bucket or each in ready.all)
+        return ready._replace(all=own)
+
     def background_end(self) -> str | None:
-        """Return "" if background compilation succeeded, else its error; None while it runs."""
-        if self._background is None or not self._background.is_done:
+        """Return "" if masked steps may be launched, the error if their programs failed to compile,
+        and None before."""
+        background = self._background
+        if background is None:
             return None
-        return self._background.error or ""
+        if background.is_done or background.num_done >= self._num_needed:
+            return background.error or ""
+        return None
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Start a step and return while it runs.
@@ -262,11 +299,15 @@ class ModelExecutor(Executor):
                 self._write(piece)
         if self.cpu_blocks is not None and plan.saved:
             self.cpu_blocks.copy(self._state, plan.saved)
-        tokens = max(int(rank.q_lens.sum()) for rank in plan.ranks)
-        bucket = self._buckets.smallest(tokens, max(len(rank.rows) for rank in plan.ranks))
-        launched = self._run(bucket, plan)
+        launched = self._run(self._bucket_of(plan), plan)
         self._in_flight.append(launched)
         return launched
+
+    def _bucket_of(self, plan: StepPlan) -> Bucket:
+        """Return the smallest shape that holds the plan, of those with programs."""
+        ready = self._ready_masked if plan.is_masked else self._ready
+        tokens = max(int(rank.q_lens.sum()) for rank in plan.ranks)
+        return ready.smallest(tokens, max(len(rank.rows) for rank in plan.ranks))
 
     def draw(self, handle: LaunchedStep, masks: Sequence[Int32Array]) -> None:
         """Sample the tokens of a masked step; see `Executor.draw`. Raises RuntimeError if they were
@@ -397,8 +438,7 @@ class ModelExecutor(Executor):
         nothing may be running.
         """
         check_plan(plan, self.sizes)
-        tokens = max(int(rank.q_lens.sum()) for rank in plan.ranks)
-        bucket = self._buckets.smallest(tokens, max(len(rank.rows) for rank in plan.ranks))
+        bucket = self._bucket_of(plan)
         tables = PageTables(self.sizes)
         tables.apply(plan.page_changes)
         step_input = jax.device_put(self._layouts[bucket].pack(plan.ranks, tables))

@@ -147,15 +147,17 @@ class Programs:
             self._admit = program
         return self._admit
 
-    def compile_all(self, buckets: tuple[Bucket, ...], progress: Progress, *, masked: bool) -> None:
-        """Compile everything; without `masked`, the programs of masked steps are only traced."""
-        halves = self.halves if masked else self.trace_halves
+    def compile_all(
+        self, buckets: tuple[Bucket, ...], progress: Progress, *more: Callable[[Bucket], object]
+    ) -> None:
+        """Compile the steps of `buckets` and the program that admits rows, and call each of `more`,
+        such as `halves`, with each bucket."""
         # XLA compiles without the interpreter lock; largest first balances the threads.
         with ThreadPoolExecutor(min(_MAX_COMPILE_THREADS, os.cpu_count() or 1)) as pool:
             jobs: list[Future[Any]] = [
                 pool.submit(make, bucket)
                 for bucket in reversed(buckets)
-                for make in (self.step, halves)
+                for make in (self.step, *more)
             ]
             jobs.append(pool.submit(self.admit))
             with progress.phase("compiling", len(jobs), "programs") as phase:

@@ -16,8 +16,10 @@ import pytest
 from sgl_jax.core.messages import AbortRequest, FrontMessage, GenerateRequest
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.core.step_plan import StepPlan
 from sgl_jax.engine.loop.core import EngineCore
 from sgl_jax.executor.buckets import Bucket
+from sgl_jax.executor.model_executor import LaunchedStep
 from sgl_jax.executor.programs import Programs
 from sgl_jax.replay.__main__ import main as replay
 from tests.engine.scripted_channel import ScriptedChannel
@@ -187,6 +189,72 @@ def test_those_that_wait_can_be_aborted_and_are_at_a_shutdown(
     ends = run(core, script()).ends()
     assert {ends[rid].type for rid in "xy"} == {"abort"}
     assert ends["y"].message == "the engine was shut down"
+
+
+def test_two_programs_serve_all_until_the_others_are_compiled(
+    make_core: Callable[..., EngineCore], compiler: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = Programs.step
+
+    def step(programs: Programs, bucket: Bucket) -> Any:
+        if threading.current_thread().name == "compile":
+            assert compiler.may_run.wait(SLOW_S)
+        return compiled(programs, bucket)
+
+    monkeypatch.setattr(Programs, "step", step)
+    core = make_core(warmup="staged", max_running_requests=4, chunked_prefill_size=16)
+    executor = core.executor
+    launched: list[Bucket] = []
+    run_step = executor._run
+
+    def noted(bucket: Bucket, plan: StepPlan) -> LaunchedStep:
+        launched.append(bucket)
+        return run_step(bucket, plan)
+
+    monkeypatch.setattr(executor, "_run", noted)
+
+    def script() -> Iterator[list[FrontMessage]]:
+        yield [structured("x"), plain("a")]
+        yield from turns_until(lambda: only_structured_is_left(core), "the other ends")
+        assert {Bucket(4, 4)} <= set(launched) <= {Bucket(4, 4), Bucket(4, 20)}
+        assert core.state()["waiting_for"]["program"] == 1
+        compiler.may_run.set()
+        yield from turns_until(lambda: core.scheduler.is_idle, "the structured one ends")
+        yield from turns_until(lambda: executor._background.is_done, "all are compiled")
+        launched.clear()
+        yield [structured("y"), plain("b")]
+        yield from turns_until(lambda: core.scheduler.is_idle, "all end")
+
+    channel = run(core, script())
+    tokens = channel.tokens()
+    assert tokens["a"] == tokens["b"]
+    assert tokens["x"] == tokens["y"]
+    assert Bucket(2, 2) in launched
+    counters = core.state()["counters"]
+    assert counters["compiles_in_background"] == 3 * len(executor._buckets.all) - 2
+    assert counters["compiles_after_ready"] == 0
+
+
+def test_a_step_whose_program_fails_to_compile_runs_padded(
+    make_core: Callable[..., EngineCore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = Programs.step
+
+    def step(programs: Programs, bucket: Bucket) -> Any:
+        if bucket == Bucket(2, 2):
+            raise MemoryError("no room for the program")
+        return compiled(programs, bucket)
+
+    monkeypatch.setattr(Programs, "step", step)
+    core = make_core(warmup="staged", max_running_requests=4)
+
+    def script() -> Iterator[list[FrontMessage]]:
+        yield from turns_until(lambda: core.executor._background.is_done, "the rest is compiled")
+        yield [structured("x"), plain("a")]
+        yield from turns_until(lambda: core.scheduler.is_idle, "all end")
+
+    ends = run(core, script()).ends()
+    assert {end.type for end in ends.values()} == {"stop", "length"}
 
 
 @pytest.mark.long

@@ -97,3 +97,15 @@ def test_limits_come_from_the_arguments_and_else_from_the_platform():
     assert limits(drafting, "cpu") == (32, 512, 3, 128)
     args = ServerArgs(max_running_requests=100, dp_size=3, chunked_prefill_size=16)
     assert limits(args, "tpu") == (34, 16, 0, 16)
+
+
+def test_two_shapes_serve_every_step_and_the_others_follow_by_what_they_save():
+    buckets = buckets_for(20, 512, "cpu")
+    assert buckets.first == (Bucket(20, 20), Bucket(20, 532))
+    # 32 of 532 tokens, 2 of 20, 128 of 532, 8 of 20, 512 of 532.
+    assert [own.tokens for own in buckets.by_saving()] == [32, 2, 128, 8, 512]
+    one = buckets_for(1, 1, "tpu")
+    assert one.first == (one.smallest(1, 1), one.all[-1])
+    for rows, chunk, drafts in ((32, 512, 4), (256, 2048, 0), (1, 1, 0)):
+        own = buckets_for(rows, chunk, "tpu", drafts)
+        assert sorted((*own.first, *own.by_saving())) == sorted(own.all)

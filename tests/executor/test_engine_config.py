@@ -122,7 +122,7 @@ def test_what_was_decided_is_told_and_nothing_else():
         "page_size": 16,
         "max_running_requests": 32,
         "chunked_prefill_size": 512,
-        "warmup": "all",
+        "warmup": "staged",
     }
 
 
