@@ -99,7 +99,8 @@ def server(flags: Sequence[str], checkout: Path | None = None) -> Iterator[int]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
-    command = (sys.executable, "-m", "sgl_jax.launch_server", "--port", str(port), *flags)
+    own = ("--port", str(port), "--warmup", "all")
+    command = (sys.executable, "-m", "sgl_jax.launch_server", *own, *flags)
     paths = {} if checkout is None else {"PYTHONPATH": str(checkout)}
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, cwd=checkout, env={**os.environ, **paths}

@@ -19,8 +19,7 @@ import psutil
 from tests.support.quick_compilation import QUICK_FLAGS
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
-# Compiles all programs before ready, as users' servers on a CPU do: for long runs that limit the
-# time of an answer.
+# Compiles all programs before ready: for long runs that limit the time of an answer.
 WARM = ("--warmup", "all")
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 60.0
