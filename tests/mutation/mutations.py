@@ -1759,26 +1759,26 @@ MUTATIONS = (
     Mutation(
         "be due by the count of passes alone",
         _LINES,
-        "part = min(started_service / service[line], 1.0)",
+        "part = min(service[started] / service[line], 1.0)",
         "part = 0.0",
     ),
     Mutation(
         "be due after one pass without pages",
         _LINES,
-        "part = min(started_service / service[line], 1.0)",
+        "part = min(service[started] / service[line], 1.0)",
         "part = 1.0",
     ),
     Mutation(
         "be due by service though the pages were there",
         _LINES,
-        "if is_large and started_cached <=",
-        "if started_cached <=",
+        "if is_large and cached_pages[started] <=",
+        "if cached_pages[started] <=",
     ),
     Mutation(
         "take the cached prefix of a request that is passed over for lacking",
         _LINES,
-        "1, num_pages[line] - cached_pages[line] > num_free",
-        "1, num_pages[line] > num_free",
+        "1, need.pages - cached_pages[line] > num_free",
+        "1, need.pages > num_free",
     ),
     Mutation(
         "fix the end of a hold anew in each step",
@@ -1867,7 +1867,7 @@ MUTATIONS = (
     Mutation(
         "be due by the service of later requests with a longer prefix",
         _LINES,
-        "            if is_large and started_cached <= cached_pages[line]:\n",
+        "            if is_large and cached_pages[started] <= cached_pages[line]:\n",
         "            if is_large:\n",
     ),
     Mutation(
@@ -1904,8 +1904,8 @@ MUTATIONS = (
     Mutation(
         "pass over the older ones too",
         "sgl_jax/scheduler/waiting/queue_loops.py",
-        "is_before = arrival[line] < started if",
-        "is_before = arrival[line] != started if",
+        "is_before = arrival[line] < arrival[started]",
+        "is_before = arrival[line] != arrival[started]",
     ),
     Mutation(
         "pass over without a count",
@@ -1928,31 +1928,31 @@ MUTATIONS = (
     Mutation(
         "let a due request make an older one wait anew",
         "sgl_jax/scheduler/waiting/queue_loops.py",
-        "        elif was_due and not is_before and priority",
-        "        elif was_due and priority",
+        "        elif was_due and not is_before and need.priority",
+        "        elif was_due and need.priority",
     ),
     Mutation(
         "a request inherits how often the last one of its line was passed over",
         _COLUMNS,
-        "        self.skip_count[line] = 0\n",
+        "        self.lines.skip_count[line] = 0\n",
         "",
     ),
     Mutation(
         "a request inherits what the last one of its line waited for",
         _QUEUE,
-        "        columns.has_leader[line] = False\n        columns.stay_rank",
-        "        columns.stay_rank",
+        "        lines.has_leader[line] = False\n        lines.stay_rank",
+        "        lines.stay_rank",
     ),
     Mutation(
         "a request inherits the rank that the last one of its line stayed for",
         _QUEUE,
-        "        columns.stay_rank[line], columns.stay_until[line] = NO_RANK, 0\n",
+        "        lines.stay_rank[line], lines.stay_until[line] = NO_RANK, 0\n",
         "",
     ),
     Mutation(
         "never try a request that is pinned",
         _QUEUE,
-        "            columns.may_run[pinned, line] = True\n",
+        "            lines.may_run[pinned, line] = True\n",
         "            pass\n",
     ),
     Mutation(
@@ -2059,15 +2059,15 @@ MUTATIONS = (
     ),
     Mutation(
         "take what one rank has cached for what all have",
-        _COLUMNS,
-        "            self.cached_pages[dp_rank, lines],\n",
-        "            self.cached_pages[0, lines],\n",
+        _QUEUE,
+        "lines.cursor[dp_rank, :end], lines.cached_pages[dp_rank, :end]",
+        "lines.cursor[dp_rank, :end], lines.cached_pages[0, :end]",
     ),
     Mutation(
         "try the least important first",
         _ADMISSION_ORDER,
-        "level, num_levels = levels.highest - columns.priority[:end],",
-        "level, num_levels = columns.priority[:end] - levels.highest + levels.number - 1,",
+        'levels.highest - lines.needs["priority"][:end], levels.number',
+        'lines.needs["priority"][:end] - levels.highest + levels.number - 1, levels.number',
     ),
     Mutation(
         "take far priorities for the same",
@@ -2078,13 +2078,13 @@ MUTATIONS = (
     Mutation(
         "try the retracted before the more important",
         _LINES,
-        "(key + (not is_retracted[line])) <<",
-        "(key + ((not is_retracted[line]) << 16)) <<",
+        "(key + (not lines.is_retracted[line])) <<",
+        "(key + ((not lines.is_retracted[line]) << 16)) <<",
     ),
     Mutation(
         "try the retracted as if they were new",
         _LINES,
-        "(key + (not is_retracted[line]))",
+        "(key + (not lines.is_retracted[line]))",
         "(key + 1)",
     ),
     Mutation(
@@ -2997,7 +2997,7 @@ MUTATIONS = (
     Mutation(
         "pressure: be passed over by what is more important",
         "sgl_jax/scheduler/waiting/queue_loops.py",
-        "if is_before and priority[line] >= started_priority:",
+        "if is_before and need.priority >= started_priority:",
         "if is_before:",
     ),
     Mutation(
@@ -3051,8 +3051,8 @@ MUTATIONS = (
     Mutation(
         "pressure: turns of tenants after the requests that others would read",
         _ADMISSION_ORDER,
-        "turn = turn * NUM_REUSES + self._reuse_order()",
-        "turn = turn + self._reuse_order() * NUM_REUSES",
+        "turn = turn * NUM_REUSES + reuse",
+        "turn = turn + reuse * NUM_REUSES",
     ),
     Mutation(
         "pressure: the requests first that others would read least",
@@ -3451,8 +3451,8 @@ MUTATIONS = (
     Mutation(
         "store: try requests before their prefix has arrived",
         _LINES,
-        "is_waiting[line] and not awaits_event[line] and not",
-        "is_waiting[line] and not",
+        "is_blocked = lines.awaits_event[line] or lines.has_leader[line]\n        is_tried",
+        "is_blocked = lines.has_leader[line]\n        is_tried",
     ),
     Mutation(
         "store: try requests no more after their prefix has arrived",

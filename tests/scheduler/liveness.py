@@ -222,7 +222,7 @@ class Liveness:
         self._check_shares()
         for request in scheduler._waiting:
             awaits_store = any(rank.host.awaits_store(request) for rank in scheduler.ranks)
-            assert scheduler._waiting._columns.awaits_event[request.line] == awaits_store
+            assert scheduler._waiting._columns.lines.awaits_event[request.line] == awaits_store
         counts = scheduler.count_waiting()
         assert sum(counts.values()) == scheduler.num_waiting
         for request in scheduler._waiting:
