@@ -53,7 +53,7 @@ from sgl_jax.executor.programs import Programs
 from sgl_jax.executor.row_tables import DeviceRows, cut_admissions, empty_piece
 from sgl_jax.executor.store_transfers import StoreTransfers
 from sgl_jax.kernels.attention.cache_dtype import cache_dtype_name
-from sgl_jax.layers.agreement import of_each_host
+from sgl_jax.layers.mesh_axes import of_each_host
 from sgl_jax.mem_cache.device_pool import kv_absmax, make_zeros
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.placement import place_model

@@ -26,11 +26,10 @@ from sgl_jax.mem_cache.release import (
 )
 from sgl_jax.mem_cache.row_states import resumable_len
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
-from sgl_jax.scheduler.departed import Departed
 from sgl_jax.scheduler.draft_policy import start_drafting
 from sgl_jax.scheduler.forecast.output_lengths import OutputLengths
 from sgl_jax.scheduler.rank_offload import RankOffload
-from sgl_jax.scheduler.request import Request, RequestState
+from sgl_jax.scheduler.request import Departed, Request, RequestState
 from sgl_jax.scheduler.running_rows import RowColumns, RunningRows
 
 # Limit of waiting requests checked for the tokens that they await from a row.

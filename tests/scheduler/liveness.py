@@ -20,12 +20,12 @@ from sgl_jax.mem_cache.row_growth import pages_held_and_lacking
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor, common_prefix_len
 from sgl_jax.mem_cache.tree.radix_cache import RadixCache
 from sgl_jax.scheduler.admission.rank_capacity import RankCapacity
+from sgl_jax.scheduler.preemption import is_protected
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.scheduler import Scheduler
 from sgl_jax.scheduler.step_builder import StepBuilder
-from sgl_jax.scheduler.victims import is_protected
 from sgl_jax.scheduler.waiting.waiting_queue import WaitingQueue
 
 # Steps that a request may be due for: a rank is held for it, whose requests end in the meantime.

@@ -17,8 +17,8 @@ from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
 from sgl_jax.scheduler.forecast.fits import NO_RANK, Rooms, hold, most_short, pages_short
 from sgl_jax.scheduler.forecast.output_lengths import MOMENTS, OutputLengths
 from sgl_jax.scheduler.preemption import Preemptible
-from sgl_jax.scheduler.priority_counts import PriorityCounts
 from sgl_jax.scheduler.request import Request
+from sgl_jax.scheduler.running_rows import PriorityCounts
 from sgl_jax.scheduler.tenants import Tenants
 from sgl_jax.scheduler.waiting.admission_order import AdmissionOrder, Levels, Offer
 from sgl_jax.scheduler.waiting.queue_loops import (
