@@ -38,6 +38,8 @@ class SessionsFullError(RuntimeError):
     tenant has too many.
     """
 
+    param = None
+
     def __init__(self, message: str, *, is_of_tenant: bool) -> None:
         super().__init__(message)
         self.status_code = 429 if is_of_tenant else 503

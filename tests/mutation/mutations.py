@@ -3313,8 +3313,8 @@ MUTATIONS = (
     Mutation(
         "host: begin a copy whose beginning is under way",
         _TIER,
-        "            if self._is_leaving(*offer):\n                self._offers.append(offer)\n",
-        "            if False:\n                self._offers.append(offer)\n",
+        "            if self._is_leaving(*offer):\n                self.offers.append(offer)\n",
+        "            if False:\n                self.offers.append(offer)\n",
     ),
     Mutation(
         "host: wait for a fetch of another namespace",
