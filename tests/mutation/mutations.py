@@ -17,6 +17,7 @@ class Mutation(NamedTuple):
 
 
 _RELEASE = "sgl_jax/mem_cache/release.py"
+_PROMPTS = "sgl_jax/scheduler/running_prompts.py"
 _MEMORY = "sgl_jax/mem_cache/rank_memory.py"
 _ALLOCATOR = "sgl_jax/mem_cache/pages/page_allocator.py"
 _ROWS = "sgl_jax/mem_cache/pages/req_to_token_pool.py"
@@ -431,7 +432,7 @@ MUTATIONS = (
     ),
     Mutation(
         "namespaces: wait for what a request of another one computes",
-        "sgl_jax/scheduler/rank_scheduler.py",
+        _PROMPTS,
         "next_key(lease.node, tokens, lease.namespace)\n        self._next_keys",
         'next_key(lease.node, tokens, "")\n        self._next_keys',
     ),
@@ -516,7 +517,7 @@ MUTATIONS = (
     ),
     Mutation(
         "publish no part of a prompt before all of it",
-        _RANK,
+        _PROMPTS,
         "            if memory.cache.is_awaited(lease.node, self.next_key(row)):\n",
         "            if self.next_key(row) is None:\n",
     ),
@@ -528,9 +529,9 @@ MUTATIONS = (
     ),
     Mutation(
         "go on publishing for a request that left",
-        _RANK,
-        "[:num_tokens]\n        self.unpublished.pop(row, None)\n",
-        "[:num_tokens]\n",
+        _PROMPTS,
+        "        self.unpublished.pop(row, None)\n        self._next",
+        "        self._next",
     ),
     Mutation(
         "give a row back with its old epoch",
@@ -898,8 +899,8 @@ MUTATIONS = (
     ),
     Mutation(
         "publish a turn before it has succeeded",
-        _RANK,
-        "            if self.running.request(row).kept_len:\n                continue\n",
+        _PROMPTS,
+        "            if self._running.request(row).kept_len:\n                continue\n",
         "",
     ),
     Mutation(
@@ -1452,7 +1453,7 @@ MUTATIONS = (
     Mutation(
         "states: keep none where one that waits for a gap branches off",
         _ADMISSION,
-        "            room.rank.keep_branch(*chosen.leader)\n        cursor",
+        "            room.rank.prompts.keep_branch(*chosen.leader)\n        cursor",
         "        cursor",
     ),
     Mutation(
@@ -2871,8 +2872,8 @@ MUTATIONS = (
     Mutation(
         "pressure: preempt for a request that waits for a prefix in flight",
         "sgl_jax/scheduler/admission/admission.py",
-        "                room.rank.keep_branch(*leader)\n                return False\n",
-        "                room.rank.keep_branch(*leader)\n",
+        "                room.rank.prompts.keep_branch(*leader)\n                return False\n",
+        "                room.rank.prompts.keep_branch(*leader)\n",
     ),
     Mutation(
         "pressure: preempt where the most is to be computed",
@@ -3814,7 +3815,7 @@ MUTATIONS = (
     ),
     Mutation(
         "awaited: keep the key of the page behind a part that is published",
-        "sgl_jax/scheduler/rank_scheduler.py",
+        _PROMPTS,
         "        if known_length == length:\n",
         "        if key is not None:\n",
     ),
