@@ -57,7 +57,8 @@ from sgl_jax.engine.channels import Channel
 from sgl_jax.engine.loop.saved_cache import CacheSaver
 from sgl_jax.engine.watchdog import Watchdog
 from sgl_jax.executor.expert_recorder import ExpertRecorder
-from sgl_jax.executor.model_executor import ModelExecutor, WeightsError
+from sgl_jax.executor.model_executor import ModelExecutor
+from sgl_jax.executor.weights import WeightsError
 from sgl_jax.mem_cache.errors import MemoryDefectError
 from sgl_jax.memory_view.reader import MemoryReader
 from sgl_jax.models.config_fields import ModelConfigError
