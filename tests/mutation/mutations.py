@@ -3567,8 +3567,8 @@ MUTATIONS = (
     Mutation(
         "not finite: publish below a withdrawn node again and again",
         _CACHE,
-        "        if parent.is_withdrawn:\n            return False\n",
-        "",
+        "return is_awaited and not parent.is_withdrawn",
+        "return is_awaited",
     ),
     Mutation(
         "not finite: leave an idle session on a withdrawn prefix",

@@ -327,7 +327,7 @@ def num_pages_short(rank: RankScheduler, request: Request, room: Room) -> int:
     needed = memory.request_pages(request.max_len)
     if isinstance(inner, RadixCache) and memory.groups[0].sliding_window is None:
         node, length = inner.find(request.matchable(), request.namespace)
-        known = inner.pages_to(node)[0, : length // memory.page_size].tolist()
+        known = inner.tree.pages_to(node)[0, : length // memory.page_size].tolist()
         needed -= sum(page in room.in_use for page in known)
     return needed - room.num_free
 

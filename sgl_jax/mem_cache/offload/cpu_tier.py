@@ -169,7 +169,7 @@ class CpuTier:
         tokens = tokens[:length]
         if self.store is not None:
             self.store.put_again(tokens, namespace)
-        pages = memory.cache.pages_to(node)[:, : length // memory.page_size]
+        pages = memory.cache.tree.pages_to(node)[:, : length // memory.page_size]
         is_offered = pages > 0
         for number, group in enumerate(memory.groups):
             if group.sliding_window is not None and not group.is_recurrent:

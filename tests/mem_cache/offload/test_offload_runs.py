@@ -91,7 +91,7 @@ class HostRun:
     def check_tree(self, cache: RadixCache, contents: list[NDArray[np.uint64]]) -> None:
         for node in cache.nodes():
             tokens = np.concatenate([step.key for step in cache.tree.path_to(node)])
-            pages = cache.pages_to(node)
+            pages = cache.tree.pages_to(node)
             for number, group in enumerate(self.memory.groups):
                 is_there = pages[number] > 0
                 expected = self.contents(tokens, node.namespace, number)
