@@ -26,6 +26,7 @@ from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.step_plan import Float32Array
 from sgl_jax.executor.device_defaults import TPU_PAGE_SIZE
 from sgl_jax.executor.model_executor import ModelExecutor
+from sgl_jax.mem_cache import device_pool
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.scheduler.scheduler import Scheduler
 from sgl_jax.text.tokenizer import Tokenizer
@@ -62,13 +63,32 @@ def kv_absmax(
         scheduler.handle(GenerateRequest(rid=str(number), input_ids=prompt, sampling=sampling))
         while not scheduler.is_idle:
             loop.turn()
-        seen.append(executor.kv_absmax())
+        seen.append(pool_absmax(executor))
     executor.close()
     if not np.isfinite(seen).all():
         raise RuntimeError("K and V are not finite")
     greatest = np.max(seen, axis=0).reshape(2, config.num_layers, config.num_kv_heads, -1)
     k, v = greatest.max(axis=3)  # over copies of a head
     return k, v
+
+
+def pool_absmax(executor: ModelExecutor) -> Float32Array:
+    """Return the maximum |K| and |V| in the pools, [2, layers, kv_heads], with replicated heads.
+
+    Includes past tokens that have not been overwritten. Layers that share a pool's layer share its
+    value. Not for 8-bit pools.
+    """
+    of_pools = [
+        np.asarray(device_pool.kv_absmax(pool, layout, executor._mesh))
+        for pool, layout in zip(executor._state.kv_pools, executor._pool_layouts, strict=True)
+    ]
+    groups = executor.sizes.groups
+    num_layers = 1 + max(layer for group in groups for layer in group.layers)
+    greatest = np.zeros((2, num_layers, of_pools[0].shape[2]), np.float32)
+    for group in groups:
+        if not group.is_recurrent:
+            greatest[:, group.layers] = of_pools[group.pool]
+    return greatest
 
 
 def read_prompts(options: argparse.Namespace, args: ServerArgs) -> list[list[int]]:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from benchmarks import DEMO_MODEL
+from benchmarks.device.bare_steps import time_bare_steps
 from sgl_jax.core.engine_messages import EngineMessage, OutputBatch
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.messages import FrontMessage, GenerateRequest, Shutdown
@@ -92,11 +93,11 @@ def measure(args: ServerArgs, batch_size: int, output_len: int) -> tuple[float, 
     sizes = core.executor.sizes
     plan = decode_plan(sizes, batch_size, _PROMPT_LEN + output_len // 2)
     num_steps = output_len // 2
-    core.executor.time_bare_steps(plan, num_steps)  # warms caches
-    bare_s = [core.executor.time_bare_steps(plan, num_steps)]
+    time_bare_steps(core.executor, plan, num_steps)  # warms caches
+    bare_s = [time_bare_steps(core.executor, plan, num_steps)]
     load = SteadyLoad(batch_size, output_len, sizes.vocab_size)
     core.run(load, close=False)
-    bare_s.append(core.executor.time_bare_steps(plan, num_steps))
+    bare_s.append(time_bare_steps(core.executor, plan, num_steps))
     return batch_size * num_steps / (sum(bare_s) / len(bare_s)), load.tokens_per_second()
 
 

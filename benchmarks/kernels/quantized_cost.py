@@ -21,8 +21,7 @@ import jax.numpy as jnp
 from sgl_jax.core.layer_configs import MXFP4_GROUP, ActivationFormat, Scheme, WeightFormat
 from sgl_jax.kernels.grouped_matmul.interface import GroupMatrices
 from sgl_jax.kernels.grouped_matmul.tpu import tpu_grouped_matmul
-from sgl_jax.kernels.quantized_matmul.interface import QuantizedArrays
-from sgl_jax.kernels.quantized_matmul.numbers import value_dtype
+from sgl_jax.kernels.quantized_matmul.numbers import QuantizedArrays, value_dtype
 from sgl_jax.kernels.quantized_matmul.tpu import (
     VALUES_NAME,
     activation_rows,

@@ -44,8 +44,8 @@ def main() -> None:
     order_keys = AdmissionOrder._order_keys
 
     def of_oldest(self: AdmissionOrder, *arguments: Any) -> Any:
-        columns = self._columns
-        waiting = columns.is_waiting[: columns.end].nonzero()[0]
+        columns = self._columns.lines
+        waiting = columns.is_waiting[: self._columns.end].nonzero()[0]
         later = waiting[columns.arrival[waiting].argsort(kind="stable")][NUM_LOOKED_UP:]
         cached = columns.most_cached[later]
         columns.most_cached[later] = 0

@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.device.__main__ import decode_plan
+from benchmarks.device.bare_steps import time_bare_steps
 from benchmarks.serving.rounds import Load, parse_options, print_rounds, server
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.server_args import ServerArgs
@@ -28,8 +29,8 @@ def bare_seconds(load: Load, executor: ModelExecutor) -> float:
     middle = load.prompt_len + load.output_len // 2
     decode = decode_plan(sizes, load.num_streams, middle)
     return load.num_requests * (
-        executor.time_bare_steps(prefill, -(-load.num_streams // at_once))
-        + executor.time_bare_steps(decode, load.output_len - 1)
+        time_bare_steps(executor, prefill, -(-load.num_streams // at_once))
+        + time_bare_steps(executor, decode, load.output_len - 1)
     )
 
 

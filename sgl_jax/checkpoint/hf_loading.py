@@ -15,7 +15,7 @@ from sgl_jax.checkpoint.stored.reader import Expected, Files
 from sgl_jax.checkpoint.stored.tensors import QuantizedTensors
 from sgl_jax.checkpoint.tensor_files import TensorFiles
 from sgl_jax.core.progress import Phase, Progress
-from sgl_jax.layers.agreement import of_each_host
+from sgl_jax.layers.mesh_axes import of_each_host
 from sgl_jax.layers.parameter import Path as ParamPath
 from sgl_jax.layers.sources import Index, Shape, Source, TensorKey, Tensors
 from sgl_jax.models.quantization import QuantizationConfig

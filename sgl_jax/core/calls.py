@@ -9,7 +9,8 @@ with a default are optional. The route's description is the first paragraph of t
 docstring.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -161,3 +162,18 @@ class Call(NamedTuple):
     timeout_s: float | None = None  # limit for the reply; None: the server's default
     is_read: bool = False  # read-only
     is_undone: bool = False  # undo the call if the caller stops waiting for it (`CancelCall`)
+
+
+# Every message's record, in the order of their definitions.
+CALL_OF: dict[type[msgspec.Struct], Call] = {}
+_Message = TypeVar("_Message", bound=type[msgspec.Struct])
+
+
+def call(handler: str, *record: Any, **more: Any) -> Callable[[_Message], _Message]:
+    """Record a message's `Call`."""
+
+    def note(message: _Message) -> _Message:
+        CALL_OF[message] = Call(message, handler, *record, **more)
+        return message
+
+    return note

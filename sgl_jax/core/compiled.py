@@ -20,8 +20,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
-from numba import from_dtype, njit
+from numba import from_dtype, njit, typeof
 from numba import types as numba_types
+from numpy.typing import NDArray
 
 from sgl_jax.core.progress import Progress
 
@@ -30,15 +31,18 @@ logger = logging.getLogger(__name__)
 _Loop = TypeVar("_Loop", bound=Callable[..., Any])
 
 # Declared loops to compile, with their argument types.
-_pending: list[tuple[Any, str, dict[str, np.dtype[Any]]]] = []
+_pending: list[tuple[Any, str, dict[str, Any]]] = []
 
 
-def compiled(types: str, **records: np.dtype[Any]) -> Callable[[_Loop], _Loop]:
+def compiled(
+    types: str, **records: np.dtype[Any] | tuple[NDArray[Any], ...]
+) -> Callable[[_Loop], _Loop]:
     """Declare a loop over arrays; `compile_loops` compiles it.
 
     Args:
         types: argument types in numba's notation, such as "(int32[::1], int64)".
-        records: numpy record types that `types` refers to by name.
+        records: numpy record types that `types` refers to by name, and NamedTuples of arrays: one
+            of the same types stands for each.
     """
 
     def declare(function: _Loop) -> _Loop:
@@ -61,7 +65,10 @@ def compile_loops(progress: Progress | None = None) -> None:
         while _pending:
             loop, types, records = _pending.pop(0)  # in order: a loop may call earlier loops
             if hasattr(loop, "compile"):  # False with NUMBA_DISABLE_JIT
-                names = {name: from_dtype(dtype) for name, dtype in records.items()}
+                names = {
+                    name: typeof(each) if isinstance(each, tuple) else from_dtype(each)
+                    for name, each in records.items()
+                }
                 loop.compile(eval(types, vars(numba_types) | names))
                 loop.disable_compile()
                 num_compiled += not loop.stats.cache_hits

@@ -21,6 +21,7 @@ class InvalidRequestError(ValueError):
     """
 
     code = "invalid_value"
+    status_code = 400
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)

@@ -7,33 +7,19 @@ its handler, reply and route (`core/calls.py`). Messages to the frontend are in
 Annotations such as `Ge(0)` limit values from clients: the server checks them, the engine does not.
 """
 
-from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen, doc
 
 from sgl_jax.core import calls
+from sgl_jax.core.calls import CALL_OF as CALL_OF
+from sgl_jax.core.calls import call
 from sgl_jax.core.request_limits import INT32, MAX_NAMESPACE_CHARS, MAX_SESSION_ID_CHARS
 from sgl_jax.core.sampling_params import SamplingParams
 
 _MAX_TIMEOUT_S = 1e9
 _MAX_PATH_CHARS = 1024
-
-
-# Every message's record, in the order of their definitions.
-CALL_OF: dict[type[msgspec.Struct], calls.Call] = {}
-_Message = TypeVar("_Message", bound=type[msgspec.Struct])
-
-
-def _call(handler: str, *record: Any, **more: Any) -> Callable[[_Message], _Message]:
-    """Record a message's `calls.Call`."""
-
-    def note(message: _Message) -> _Message:
-        CALL_OF[message] = calls.Call(message, handler, *record, **more)
-        return message
-
-    return note
 
 
 class Name(str):
@@ -104,7 +90,7 @@ def holder_of(tenant: Tenant | None) -> str:
     return "" if tenant is None or tenant.is_pooled else tenant.name
 
 
-@_call("submit")
+@call("submit")
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Generate a continuation of `input_ids`. The frontend validates it before sending it.
 
@@ -147,7 +133,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     is_probe: bool = False
 
 
-@_call("abort")
+@call("abort")
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """End a waiting or running request, or every request if `abort_all`; `rid` is then "".
 
@@ -163,7 +149,7 @@ class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     session: SessionTurn | None = None
 
 
-@_call("stop")
+@call("stop")
 class StopRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The frontend found a stop string: the output ends after `num_output_tokens`.
 
@@ -182,7 +168,7 @@ class WithReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     rid: str = ""
 
 
-@_call("cancel")
+@call("cancel")
 class CancelCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Cancel the message with `call` as its `rid`: its sender no longer waits for the reply.
 
@@ -194,22 +180,22 @@ class CancelCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 # Older SGLang clients send a GET; from a browser it is refused (`server/guards/origins.py`).
-@_call("flush", calls.Flushed, "/flush_cache", ("GET", "POST"), is_admin=True)
+@call("flush", calls.Flushed, "/flush_cache", ("GET", "POST"), is_admin=True)
 class FlushCache(WithReply, frozen=True, kw_only=True, tag=True):
     """Empty the prefix caches; refused while requests run."""
 
 
-@_call("save_cache", calls.CacheSaved, "/save_cache", is_admin=True, timeout_s=120.0)
+@call("save_cache", calls.CacheSaved, "/save_cache", is_admin=True, timeout_s=120.0)
 class SaveCache(WithReply, frozen=True, kw_only=True, tag=True):
     """Save the open sessions and the list of cached prefixes in the folder of `--restore-cache`."""
 
 
-@_call("read_state", dict[str, Any], is_read=True)
+@call("read_state", dict[str, Any], is_read=True)
 class GetState(WithReply, frozen=True, kw_only=True, tag=True):
     """Get the memory view of each rank and the counters, as a dictionary."""
 
 
-@_call("read", dict[str, Any], is_read=True)
+@call("read", dict[str, Any], is_read=True)
 class ReadMemory(WithReply, frozen=True, kw_only=True, tag=True):
     """Get the place of every page, and everything that holds pages or waits for them.
 
@@ -221,7 +207,7 @@ class ReadMemory(WithReply, frozen=True, kw_only=True, tag=True):
     has_tokens: bool = False
 
 
-@_call("describe_page", calls.PageDescription, "/memory/page", is_admin=True, is_read=True)
+@call("describe_page", calls.PageDescription, "/memory/page", is_admin=True, is_read=True)
 class DescribePage(WithReply, frozen=True, kw_only=True, tag=True):
     """Describe the owner of a page and its latest moves."""
 
@@ -230,7 +216,7 @@ class DescribePage(WithReply, frozen=True, kw_only=True, tag=True):
     page: Annotated[int, Ge(0), Lt(INT32)]
 
 
-@_call("find_prefix", calls.PrefixFound, is_read=True)
+@call("find_prefix", calls.PrefixFound, is_read=True)
 class FindPrefix(WithReply, frozen=True, kw_only=True, tag=True):
     """Find the longest prefix of these tokens in every rank's prefix tree."""
 
@@ -241,7 +227,7 @@ class FindPrefix(WithReply, frozen=True, kw_only=True, tag=True):
 MemoryMessage = ReadMemory | DescribePage | FindPrefix
 
 
-@_call("open", str, "/open_session", is_undone=True)
+@call("open", str, "/open_session", is_undone=True)
 class OpenSession(WithReply, frozen=True, kw_only=True, tag=True):
     """Open a session and return its id; a 503 while too many are open.
 
@@ -263,14 +249,14 @@ class OpenSession(WithReply, frozen=True, kw_only=True, tag=True):
     tenant: Tenant | None = None
 
 
-@_call("close", calls.Done, "/close_session")
+@call("close", calls.Done, "/close_session")
 class CloseSession(WithReply, frozen=True, kw_only=True, tag=True):
     """Close a session and free its memory, after a turn in flight has finished."""
 
     session_id: SessionId
 
 
-@_call("roll_back", calls.RolledBack, "/rollback_session")
+@call("roll_back", calls.RolledBack, "/rollback_session")
 class RollbackSession(WithReply, frozen=True, kw_only=True, tag=True):
     """Take a streaming session back to the end of its first `num_turns` turns."""
 
@@ -278,7 +264,7 @@ class RollbackSession(WithReply, frozen=True, kw_only=True, tag=True):
     num_turns: Annotated[int, Ge(0), Lt(INT32)]
 
 
-@_call("fork", calls.Forked, "/fork_session", is_undone=True)
+@call("fork", calls.Forked, "/fork_session", is_undone=True)
 class ForkSession(WithReply, frozen=True, kw_only=True, tag=True):
     """Open a streaming session with the history and cached KV of another. Returns a 503 while too
     many sessions are open, or they hold too many tokens."""
@@ -288,7 +274,7 @@ class ForkSession(WithReply, frozen=True, kw_only=True, tag=True):
     tenant: Tenant | None = None
 
 
-@_call("list_all", calls.SessionList, "/list_sessions", ("GET", "POST"), is_read=True)
+@call("list_all", calls.SessionList, "/list_sessions", ("GET", "POST"), is_read=True)
 class ListSessions(WithReply, frozen=True, kw_only=True, tag=True):
     """List all open sessions of the caller."""
 
@@ -296,7 +282,7 @@ class ListSessions(WithReply, frozen=True, kw_only=True, tag=True):
 SessionMessage = OpenSession | CloseSession | RollbackSession | ForkSession | ListSessions
 
 
-@_call("pause", calls.GenerationState, "/pause_generation", is_admin=True, is_undone=True)
+@call("pause", calls.GenerationState, "/pause_generation", is_admin=True, is_undone=True)
 class PauseGeneration(WithReply, frozen=True, kw_only=True, tag=True):
     """Run no step until generation is continued. New requests are accepted and wait."""
 
@@ -309,12 +295,12 @@ class PauseGeneration(WithReply, frozen=True, kw_only=True, tag=True):
     ] = "abort"
 
 
-@_call("resume", calls.GenerationState, "/continue_generation", is_admin=True, is_undone=True)
+@call("resume", calls.GenerationState, "/continue_generation", is_admin=True, is_undone=True)
 class ContinueGeneration(WithReply, frozen=True, kw_only=True, tag=True):
     """Run steps again after a pause; does nothing if generation is not paused."""
 
 
-@_call(
+@call(
     "update_weights",
     calls.WeightsUpdated,
     "/update_weights_from_disk",
@@ -334,7 +320,7 @@ class UpdateWeightsFromDisk(WithReply, frozen=True, kw_only=True, tag=True):
     abort_all_requests: Annotated[bool, doc("end all requests first")] = False
 
 
-@_call("set_settings", calls.SettingsChanged, "/set_internal_state", is_admin=True, is_undone=True)
+@call("set_settings", calls.SettingsChanged, "/set_internal_state", is_admin=True, is_undone=True)
 class SetInternalState(WithReply, frozen=True, kw_only=True, tag=True):
     """Change settings of the running server by flag name; other settings stay."""
 
@@ -348,7 +334,7 @@ class SetInternalState(WithReply, frozen=True, kw_only=True, tag=True):
     ]
 
 
-@_call("start_profile", calls.Traced, "/start_profile", is_admin=True, timeout_s=120.0)
+@call("start_profile", calls.Traced, "/start_profile", is_admin=True, timeout_s=120.0)
 class StartProfile(WithReply, frozen=True, kw_only=True, tag=True):
     """Start a device trace for TensorBoard or xprof."""
 
@@ -363,27 +349,27 @@ class StartProfile(WithReply, frozen=True, kw_only=True, tag=True):
     ] = None
 
 
-@_call("stop_profile", calls.Traced, "/stop_profile", is_admin=True, timeout_s=120.0)
+@call("stop_profile", calls.Traced, "/stop_profile", is_admin=True, timeout_s=120.0)
 class StopProfile(WithReply, frozen=True, kw_only=True, tag=True):
     """End the trace and write it."""
 
 
-@_call("start_expert_record", calls.Done, "/start_expert_distribution_record", is_admin=True)
+@call("start_expert_record", calls.Done, "/start_expert_distribution_record", is_admin=True)
 class StartExpertRecord(WithReply, frozen=True, kw_only=True, tag=True):
     """Start counting how often each layer's experts are chosen."""
 
 
-@_call("stop_expert_record", calls.Done, "/stop_expert_distribution_record", is_admin=True)
+@call("stop_expert_record", calls.Done, "/stop_expert_distribution_record", is_admin=True)
 class StopExpertRecord(WithReply, frozen=True, kw_only=True, tag=True):
     """Stop counting experts."""
 
 
-@_call("dump_expert_record", calls.ExpertRecord, "/dump_expert_distribution_record", is_admin=True)
+@call("dump_expert_record", calls.ExpertRecord, "/dump_expert_distribution_record", is_admin=True)
 class DumpExpertRecord(WithReply, frozen=True, kw_only=True, tag=True):
     """Return the current or last record of experts, a file for `--init-expert-location`."""
 
 
-@_call("shut_down")
+@call("shut_down")
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """End the engine and abort the requests in flight."""
 

@@ -1,4 +1,4 @@
-"""The last steps of a warm-up: each rank samples one greedy token.
+"""The steps of a warm-up. In the last, each rank samples one greedy token.
 
 A program that compiles may still compute wrong results, e.g. if weights overflow or a kernel reads
 beyond its pages. NaN or infinite log-probabilities reveal this before a client is affected.
@@ -14,6 +14,21 @@ from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.step_plan import RankPlan, RankResult, RowAdmission, StatePlan, StepPlan
 
 SHORT_PROMPT = 4
+
+
+def idle_plan(sizes: EngineSizes) -> StepPlan:
+    """Plan a step without rows, which runs only on the null row and page."""
+    nothing, no_flags = np.zeros(0, np.int32), np.zeros(0, np.bool_)
+    rank = RankPlan(
+        rows=nothing,
+        kv_starts=nothing,
+        q_lens=nothing,
+        samples=no_flags,
+        num_pages=1,
+        num_decode=0,
+        relayed=no_flags,
+    )
+    return StepPlan(step_id=0, ranks=(rank,) * sizes.dp_size)
 
 
 def first_token_plan(sizes: EngineSizes, num_tokens: int = SHORT_PROMPT) -> StepPlan:

@@ -12,39 +12,34 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from numpy.typing import NDArray
 
-from sgl_jax.checkpoint.loading import detect_format, load_params
-from sgl_jax.checkpoint.stored_head import with_stored_head
 from sgl_jax.core.compiled import compile_loops
 from sgl_jax.core.page_tables import PageTables
 from sgl_jax.core.progress import Progress
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.step_plan import (
     Executor,
-    Float32Array,
     Int32Array,
-    RankPlan,
     RankResult,
     StepPlan,
     mask_words,
 )
 from sgl_jax.core.transfers import TransferEnd, Transfers
 from sgl_jax.executor.block_stores.opening import open_block_store, weights_fingerprint
-from sgl_jax.executor.buckets import Bucket, Buckets
-from sgl_jax.executor.compile_watch import BackgroundCompilation, CompileWatch
+from sgl_jax.executor.buckets import Bucket
+from sgl_jax.executor.compile_stages import CompileStages
+from sgl_jax.executor.compile_watch import CompileWatch
 from sgl_jax.executor.cpu_blocks import CpuBlocks
 from sgl_jax.executor.devices import make_mesh, platform_of, set_compilation_cache
 from sgl_jax.executor.engine_config import EngineConfig
 from sgl_jax.executor.expert_recorder import ExpertRecorder
-from sgl_jax.executor.first_token import check_first_token, first_token_plan
+from sgl_jax.executor.first_token import check_first_token, first_token_plan, idle_plan
 from sgl_jax.executor.layout import DPLayout, StepOutput
 from sgl_jax.executor.plan_check import check_plan
 from sgl_jax.executor.pool_size import choose_pool_pages, require_host_bytes
@@ -52,20 +47,15 @@ from sgl_jax.executor.profiler import Profiler
 from sgl_jax.executor.programs import Programs
 from sgl_jax.executor.row_tables import DeviceRows, cut_admissions, empty_piece
 from sgl_jax.executor.store_transfers import StoreTransfers
+from sgl_jax.executor.weights import ServedWeights, WeightsError, stored_model
 from sgl_jax.kernels.attention.cache_dtype import cache_dtype_name
-from sgl_jax.layers.agreement import of_each_host
-from sgl_jax.mem_cache.device_pool import kv_absmax, make_zeros
-from sgl_jax.models.config import ModelConfig
+from sgl_jax.mem_cache.device_pool import make_zeros
 from sgl_jax.models.placement import place_model
-from sgl_jax.models.served import check_same_model, served_config
+from sgl_jax.models.served import check_same_model
 
 logger = logging.getLogger(__name__)
 
 _NUM_TIMED = 3  # timed steps; the first may take longer
-
-
-class WeightsError(ValueError):
-    """The new weights could not be loaded; the engine keeps the old weights."""
 
 
 @dataclass
@@ -90,11 +80,6 @@ class LaunchedStep:
         return tokens is not None and bool(tokens.is_ready())
 
 
-class _LoadFailure(NamedTuple):
-    reason: str
-    lacks_room: bool  # on the devices
-
-
 class ModelExecutor(Executor):
     """Runs a model on a mesh of devices.
 
@@ -114,28 +99,17 @@ class ModelExecutor(Executor):
         self._mesh = make_mesh(args)
         set_compilation_cache(args.compilation_cache_dir)
         given = args
-        model, load_format = _stored_model(args.model_path, args.load_format, args)
+        model, load_format = stored_model(args.model_path, args.load_format, args)
         args = replace(args, load_format=load_format)
         config = EngineConfig.resolve(args, model, platform_of(self._mesh))
         args, decided = config.args, config.decided(given)
         logger.info("settings: %s", ", ".join(f"{name}={decided[name]}" for name in decided))
         placed = place_model(model, self._mesh, config.build_options)
         self._model, self._args = model, args
-        self._load_params = partial(
-            load_params,
-            placed,
-            seed=args.random_seed,
-            kv_cache_scales=args.kv_cache_scales,
-            draft_model_path=args.speculative_draft_model_path,
-            check_all_weights=args.check_weights == "all",
-            progress=self._progress,
-        )
-        params = self._load_params(args.model_path, args.load_format)
-        self._weights = tuple(jax.tree.leaves(params))
+        self._weights = ServedWeights(placed, args, self._progress)
+        params = self._weights.load_first()
         self._pool_layouts = config.pool_layouts
-        self._buckets = config.buckets
-        # The shapes whose programs steps may use, and those of masked steps.
-        self._ready = self._ready_masked = config.buckets
+        buckets = config.buckets
         pool_pages = choose_pool_pages(
             args, config.pools, self._mesh, config.pages_per_row, config.logit_bytes
         )
@@ -157,15 +131,15 @@ class ModelExecutor(Executor):
                     open_block_store(args), self._kv_fingerprint(), args.store_timeout_s
                 )
         self.prefill_rate = self.fetch_rate = self.store_rate = 0.0
-        self._warmup = args.warmup
         self._watch = CompileWatch()
-        self._background: BackgroundCompilation | None = None
-        self._num_needed = 0  # of its jobs, before masked steps may be launched
+        self._stages = CompileStages(
+            self._programs, buckets, args.warmup, self._watch, self._progress
+        )
         self.profiler = Profiler()
         self.expert_recorder = ExpertRecorder(self._expert_counts)
         self._in_flight: deque[LaunchedStep] = deque()
         self._page_tables = PageTables(self.sizes)
-        self._layouts = {bucket: self._programs.layout(bucket) for bucket in self._buckets.all}
+        self._layouts = {bucket: self._programs.layout(bucket) for bucket in buckets.all}
         compile_loops(self._progress)
         self.info: dict[str, Any] = {
             "model_path": args.model_path,
@@ -176,7 +150,7 @@ class ModelExecutor(Executor):
             "platform": config.platform,
             "devices": [str(device) for device in self._mesh.devices.flat],
             "eos_token_ids": list(model.eos_token_ids),
-            "weight_bytes": sum(leaf.nbytes for leaf in self._weights),
+            "weight_bytes": sum(leaf.nbytes for leaf in self._weights.arrays),
             "kv_pool_bytes": sum(pool.nbytes for pool in self._state.kv_pools),
             "settings": decided,
             **self.sizes._asdict(),
@@ -194,29 +168,21 @@ class ModelExecutor(Executor):
     def warm_up(self) -> None:
         """Compile the programs that `--warmup` names, run each once on only the null row and page,
         then sample a token. Raises ValueError if the model's logits are not finite."""
-        if self._warmup == "none":
+        if self._stages.warmup == "none":
             logger.warning("no warm-up: the first step of each shape will compile")
             return
-        more: tuple[Callable[[Bucket], object], ...] = ()
-        if self._warmup == "staged":
-            self._ready = self._buckets._replace(all=self._buckets.first)
-            self._ready_masked = self._buckets._replace(all=())
-        else:
-            is_all = self._warmup == "all"
-            more = (self._programs.halves if is_all else self._programs.trace_halves,)
-        buckets = self._ready.all
-        self._programs.compile_all(buckets, self._progress, *more)
+        buckets = self._stages.compile_first()
         if self.cpu_blocks is not None:
             self.cpu_blocks.compile()
         self._write(empty_piece(self.sizes.dp_size, self.sizes.max_stop_ids))
-        ranks = (_idle_rank(),) * self.sizes.dp_size
+        idle = idle_plan(self.sizes)
         shape = (0, 1 + self.sizes.max_draft_tokens, mask_words(self.sizes.vocab_size))
-        no_masks = [np.zeros(shape, np.int32) for _ in ranks]
+        no_masks = [np.zeros(shape, np.int32) for _ in idle.ranks]
         with self._progress.phase("warming_up", len(buckets), "programs") as phase:
             for bucket in buckets:
-                self._run(bucket, StepPlan(0, ranks))
-                if self._warmup == "all":
-                    self._draw(self._run(bucket, StepPlan(0, ranks, is_masked=True)), no_masks)
+                self._run(bucket, idle)
+                if self._stages.warmup == "all":
+                    self._draw(self._run(bucket, replace(idle, is_masked=True)), no_masks)
                 phase.advance()
             first = self.result(self.launch(first_token_plan(self.sizes)))
             check_first_token(first, self.sizes.vocab_size, self.info["model_path"])
@@ -245,45 +211,12 @@ class ModelExecutor(Executor):
     def start_background(self) -> bool:
         """Start compiling the programs that `warm_up` skipped; return False if there are none. If
         True, no masked step may be launched before `background_end` returns a string."""
-        if self._warmup not in ("plain", "staged"):
-            return False
-        masked = [partial(self._add_masked, bucket) for bucket in self._buckets.all]
-        self._num_needed = len(masked)
-        jobs = masked
-        if self._warmup == "staged":
-            rest = self._buckets.by_saving()
-            jobs = [partial(self._add_step, bucket) for bucket in rest]
-            jobs += [partial(self._add_masked, own) for own in (*self._buckets.first, *rest)]
-            self._num_needed = len(self._buckets.all)  # with masked steps of the first shapes
-        self._background = BackgroundCompilation(jobs, self._watch, self._progress)
-        return True
-
-    def _add_step(self, bucket: Bucket) -> None:
-        """Compile a shape's step, and use it from now on."""
-        try:
-            self._programs.step(bucket)
-        except Exception:  # of the compiler, or out of memory
-            logger.exception("the program of %s failed to compile; larger ones are used", bucket)
-            return
-        self._ready = self._with(self._ready, bucket)
-
-    def _add_masked(self, bucket: Bucket) -> None:
-        self._programs.halves(bucket)
-        self._ready_masked = self._with(self._ready_masked, bucket)
-
-    def _with(self, ready: Buckets, bucket: Bucket) -> Buckets:
-        own = tuple(each for each in self._buckets.all if each == bucket or each in ready.all)
-        return ready._replace(all=own)
+        return self._stages.start_background()
 
     def background_end(self) -> str | None:
         """Return "" if masked steps may be launched, the error if their programs failed to compile,
         and None before."""
-        background = self._background
-        if background is None:
-            return None
-        if background.is_done or background.num_done >= self._num_needed:
-            return background.error or ""
-        return None
+        return self._stages.background_end()
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Start a step and return while it runs.
@@ -299,15 +232,9 @@ class ModelExecutor(Executor):
                 self._write(piece)
         if self.cpu_blocks is not None and plan.saved:
             self.cpu_blocks.copy(self._state, plan.saved)
-        launched = self._run(self._bucket_of(plan), plan)
+        launched = self._run(self._stages.bucket_of(plan), plan)
         self._in_flight.append(launched)
         return launched
-
-    def _bucket_of(self, plan: StepPlan) -> Bucket:
-        """Return the smallest shape that holds the plan, of those with programs."""
-        ready = self._ready_masked if plan.is_masked else self._ready
-        tokens = max(int(rank.q_lens.sum()) for rank in plan.ranks)
-        return ready.smallest(tokens, max(len(rank.rows) for rank in plan.ranks))
 
     def draw(self, handle: LaunchedStep, masks: Sequence[Int32Array]) -> None:
         """Sample the tokens of a masked step; see `Executor.draw`. Raises RuntimeError if they were
@@ -319,7 +246,7 @@ class ModelExecutor(Executor):
     def _draw(self, handle: LaunchedStep, masks: Sequence[Int32Array]) -> None:
         assert handle.undrawn is not None
         _, draw = self._programs.halves(handle.bucket)
-        tables = self._weights, self._state, self._row_params
+        tables = self._weights.arrays, self._state, self._row_params
         packed = handle.layout.pack_masks(masks)
         self._state, handle.output = draw(*tables, *handle.undrawn, packed)
         handle.undrawn = None
@@ -355,7 +282,7 @@ class ModelExecutor(Executor):
             self.store.fingerprint = secrets.token_hex(16) if keeps_kv else self._kv_fingerprint()
 
     def _kv_fingerprint(self) -> str:
-        weights = weights_fingerprint(self._weights)
+        weights = weights_fingerprint(self._weights.arrays)
         return hashlib.blake2b(f"{weights} {self._layout}".encode(), digest_size=16).hexdigest()
 
     def ended_transfers(self) -> list[TransferEnd]:
@@ -373,7 +300,7 @@ class ModelExecutor(Executor):
     def check_model(self, model_path: str) -> None:
         """Raise ModelConfigError, naming the differences, unless the compiled programs can serve
         the folder's weights."""
-        check_same_model(self._model, _stored_model(model_path, "auto", self._args)[0])
+        check_same_model(self._model, stored_model(model_path, "auto", self._args)[0])
 
     def update_weights(self, model_path: str, give_up_kv: Callable[[], None] | None = None) -> None:
         """Replace the weights by those in another folder, with the same shapes and shardings.
@@ -389,35 +316,15 @@ class ModelExecutor(Executor):
             WeightsError: the weights could not be loaded; the old weights stay.
         """
         with self._watch.paused():
-            failure = self._try_to_update(model_path)
+            failure = self._weights.replace(model_path)
             if failure is not None and failure.lacks_room and give_up_kv is not None:
                 logger.info("the KV pools make room for the weights in %r", model_path)
                 give_up_kv()
                 with self._without_state():
-                    failure = self._try_to_update(model_path)
+                    failure = self._weights.replace(model_path)
         if failure is not None:
             raise WeightsError(failure.reason)
         self.info["model_path"] = model_path
-
-    def _try_to_update(self, model_path: str) -> _LoadFailure | None:
-        """Return the failure as text: an exception would keep the arrays loaded so far. If one host
-        fails, all hosts do."""
-        weights: tuple[jax.Array, ...] = ()
-        failure = None
-        try:
-            params = self._load_params(model_path, detect_format(Path(model_path)))
-            weights = jax.block_until_ready(tuple(jax.tree.leaves(params)))
-        except Exception as error:  # such as a bad file, or too little memory
-            logger.exception("the weights in %r could not be loaded", model_path)
-            reason = f"the weights in {model_path!r} could not be loaded: {error}"
-            failure = _LoadFailure(reason, lacks_room="RESOURCE_EXHAUSTED" in str(error))
-        # 0: loaded; 1: not loaded; 2: not loaded, for lack of room.
-        codes = of_each_host(0 if failure is None else 1 + failure.lacks_room)
-        if not any(codes):
-            self._weights = weights
-            return None
-        reason = f"a host could not load the weights in {model_path!r}; see its log"
-        return _LoadFailure(reason if failure is None else failure.reason, max(codes) == 2)
 
     @contextmanager
     def _without_state(self) -> Iterator[None]:
@@ -431,43 +338,6 @@ class ModelExecutor(Executor):
             jax.block_until_ready(self._state)
         self.expert_recorder.after_reset()
 
-    def time_bare_steps(self, plan: StepPlan, num_steps: int) -> float:
-        """Return the seconds for `num_steps` back-to-back runs of one plan's program.
-
-        A baseline for benchmarks. It overwrites KV and tokens of the plan's rows and pages, so
-        nothing may be running.
-        """
-        check_plan(plan, self.sizes)
-        bucket = self._bucket_of(plan)
-        tables = PageTables(self.sizes)
-        tables.apply(plan.page_changes)
-        step_input = jax.device_put(self._layouts[bucket].pack(plan.ranks, tables))
-        program = self._programs.step(bucket)
-        jax.block_until_ready(self._state)
-        start = time.perf_counter()
-        for _ in range(num_steps):
-            self._state, output = program(self._weights, self._state, self._row_params, *step_input)
-        jax.block_until_ready(output)
-        return time.perf_counter() - start
-
-    def kv_absmax(self) -> Float32Array:
-        """Return the maximum |K| and |V| in the pools, [2, layers, kv_heads], with replicated
-        heads.
-
-        Includes past tokens since `reset` that have not been overwritten. Layers that share a
-        pool's layer share its value. Not for 8-bit pools.
-        """
-        of_pools = [
-            np.asarray(kv_absmax(pool, layout, self._mesh))
-            for pool, layout in zip(self._state.kv_pools, self._pool_layouts, strict=True)
-        ]
-        groups = [group for group in self.sizes.groups if not group.is_recurrent]
-        num_layers = 1 + max(layer for group in self.sizes.groups for layer in group.layers)
-        greatest = np.zeros((2, num_layers, of_pools[0].shape[2]), np.float32)
-        for group in groups:
-            greatest[:, group.layers] = of_pools[group.pool]
-        return greatest
-
     def _expert_counts(self) -> NDArray[np.uint32] | None:
         counts = self._state.expert_counts
         if counts is None:
@@ -479,8 +349,7 @@ class ModelExecutor(Executor):
     def close(self) -> None:
         """Wait for steps in flight and free the devices' memory. Cannot be used again."""
         self._watch.disarm()
-        if self._background is not None:
-            self._background.close()
+        self._stages.close()
         if self.cpu_blocks is not None:
             self.cpu_blocks.close()
         self._in_flight.clear()
@@ -490,7 +359,7 @@ class ModelExecutor(Executor):
     def _run(self, bucket: Bucket, plan: StepPlan) -> LaunchedStep:
         layout = self._layouts[bucket]
         step_input = layout.pack(plan.ranks, self._page_tables)
-        arguments = (self._weights, self._state, self._row_params, *step_input)
+        arguments = (self._weights.arrays, self._state, self._row_params, *step_input)
         if not plan.is_masked:
             self._state, output = self._programs.step(bucket)(*arguments)
             return LaunchedStep(plan, bucket, layout, output)
@@ -504,25 +373,3 @@ class ModelExecutor(Executor):
         tables = self._programs.admit()(tables, piece)
         self._state = state._replace(token_table=tables.tokens, row_lens=tables.lens)
         self._row_params = tables.params
-
-
-def _stored_model(model_path: str, load_format: str, args: ServerArgs) -> tuple[ModelConfig, str]:
-    """Return the model of a folder, as defined by its weights and `args`, and the weights' format.
-    Raises ModelConfigError, or CheckpointError for weights that cannot be read."""
-    config = served_config(ModelConfig.from_path(model_path), args)
-    if load_format == "auto":
-        load_format = detect_format(Path(model_path))
-    return with_stored_head(config, Path(model_path), load_format), load_format
-
-
-def _idle_rank() -> RankPlan:
-    nothing = np.zeros(0, np.int32)
-    return RankPlan(
-        rows=nothing,
-        kv_starts=nothing,
-        q_lens=nothing,
-        samples=np.zeros(0, np.bool_),
-        num_pages=1,
-        num_decode=0,
-        relayed=np.zeros(0, np.bool_),
-    )

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.executor.devices import platform_of
-from sgl_jax.layers.agreement import of_each_host
+from sgl_jax.layers.mesh_axes import of_each_host
 from sgl_jax.mem_cache.device_pool import KVPoolLayout
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from sgl_jax.kernels.grouped_matmul.interface import (
 )
 from sgl_jax.kernels.latent_attention import xla as xla_latent_attention
 from sgl_jax.kernels.latent_attention.interface import PagedLatentAttention
-from sgl_jax.kernels.quantized_matmul.interface import QuantizedMatmul
+from sgl_jax.kernels.quantized_matmul.numbers import QuantizedMatmul
 from sgl_jax.kernels.quantized_matmul.xla import cpu_quantized_matmul, xla_quantized_matmul
 from sgl_jax.layers.qkv_heads import QKVHeads, pallas_qkv_heads, xla_qkv_heads
 

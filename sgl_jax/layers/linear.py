@@ -1,8 +1,11 @@
-"""Linear layers: the only place where matrices are declared, split, stored and multiplied.
+"""Linear layers and the feed-forward layer of them.
 
-A matrix is [in, out], the shape of its source. `layer_weights` has the layout in memory.
+Matrices are declared, split, stored and multiplied only here. A matrix is [in, out], the shape of
+its source. `layer_weights` has the layout in memory.
 """
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 import jax
@@ -123,3 +126,32 @@ class ExpertLinear(nnx.Module):
         """
         assert self.bias is not None
         return use_weight(self.bias, lambda bias: jnp.matmul(shares.astype(bias.dtype), bias))
+
+
+Activation = Callable[[jax.Array], jax.Array]
+# Keys: names in config files; this gelu is the tanh approximation.
+ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
+    {"silu": jax.nn.silu, "gelu_pytorch_tanh": jax.nn.gelu}
+)
+
+
+class GatedMLP(nnx.Module):
+    """down(activation(gate(x)) * up(x)) (arXiv 2002.05202)."""
+
+    def __init__(self, gate: Linear, up: Linear, down: Linear, activation: Activation) -> None:
+        """Declare the layer; `gate` and `up` are split by their outputs, `down` by its inputs."""
+        self.gate = gate
+        self.up = up
+        self.down = down
+        self.activation = activation
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map x [T, hidden] to the result [T, hidden]; `down` decides each chip's part of it."""
+        return self.down(self._inner(x))
+
+    def own_part(self, x: jax.Array) -> jax.Array:
+        """Return this chip's part of the result; the chips' parts sum to the result."""
+        return self.down.product(self._inner(x))
+
+    def _inner(self, x: jax.Array) -> jax.Array:
+        return self.activation(self.gate(x)) * self.up(x)

@@ -1,7 +1,7 @@
-"""The two axes of every mesh, and a model's collectives over them.
+"""The two axes of every mesh, a model's collectives over them, and an exchange between hosts.
 
-All of these work only inside `jax.shard_map`. Over an axis of size 1 they are omitted: XLA on the
-CPU keeps a collective of one participant, and runs it.
+The collectives work only inside `jax.shard_map`. Over an axis of size 1 they are omitted: XLA on
+the CPU keeps a collective of one participant, and runs it.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.experimental import multihost_utils
 
 DATA_AXIS = "data"  # data-parallel ranks
 TENSOR_AXIS = "tensor"  # chips that share one rank's weights
@@ -92,3 +94,12 @@ def join_shares(share: jax.Array, num_lines: int) -> jax.Array:
 def any_over_data(flag: jax.Array) -> jax.Array:
     """Return True if flag, bool[], is set on any data-parallel rank."""
     return _exchanged(flag, DATA_AXIS, lambda x: lax.psum(x.astype(jnp.int32), DATA_AXIS) > 0)
+
+
+def of_each_host(value: int) -> list[int]:
+    """Return each host's `value`, in rank order, for decisions that all hosts must take alike. All
+    hosts must call this in the same order, outside of compiled programs."""
+    if jax.process_count() == 1:
+        return [value]
+    gathered: list[int] = multihost_utils.process_allgather(np.array(value, np.int32)).tolist()
+    return gathered

@@ -28,7 +28,7 @@ from sgl_jax.kernels.expert_dispatch.lines import (
 )
 from sgl_jax.kernels.expert_dispatch.xla import add_part
 from sgl_jax.layers.layer_weights import use_stacks
-from sgl_jax.layers.linear import ExpertLinear, Linear
+from sgl_jax.layers.linear import ExpertLinear, GatedMLP, Linear
 from sgl_jax.layers.mesh_axes import (
     DATA_AXIS,
     MESH_AXES,
@@ -38,7 +38,6 @@ from sgl_jax.layers.mesh_axes import (
     scatter_sum,
     sum_over_tensor,
 )
-from sgl_jax.layers.mlp import GatedMLP
 from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.parameter import parameter
 from sgl_jax.layers.sources import Source

@@ -12,8 +12,12 @@ from jax.typing import DTypeLike
 
 from sgl_jax.core.layer_configs import Scheme
 from sgl_jax.kernels.grouped_matmul.interface import GroupedMatmul, GroupMatrices
-from sgl_jax.kernels.quantized_matmul.interface import QuantizedArrays, QuantizedMatmul
-from sgl_jax.kernels.quantized_matmul.numbers import scale_dtype, value_dtype
+from sgl_jax.kernels.quantized_matmul.numbers import (
+    QuantizedArrays,
+    QuantizedMatmul,
+    scale_dtype,
+    value_dtype,
+)
 from sgl_jax.layers.layer_weights import use_stacks, use_weight
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS, MeshAxes, concatenate_over
 from sgl_jax.layers.parameter import Read, parameter

@@ -194,7 +194,7 @@ def check_prefix(memory: RankMemory, lease: KVLease) -> Iterator[Finding]:
     protected = lease.cache_protected_len
     locked_len, path = 0, np.zeros((len(memory.groups), 0), np.int32)
     if lease.node is not None:
-        locked_len, path = lease.node.end, memory.cache.pages_to(lease.node)
+        locked_len, path = lease.node.end, memory.cache.tree.pages_to(lease.node)
         if lease.node.namespace != lease.namespace:
             yield Finding(f"{lease!r} has locked a path of another namespace", path[0])
     if locked_len != protected:

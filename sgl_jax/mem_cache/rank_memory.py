@@ -241,7 +241,7 @@ class RankMemory:
         node, length = cursor.node, cursor.length
         if self.groups[0].sliding_window is not None or node is None or not length:
             return np.zeros(0, np.int32)
-        pages: Int32Array = self.cache.pages_to(node)[0, : length // self.page_size]
+        pages: Int32Array = self.cache.tree.pages_to(node)[0, : length // self.page_size]
         return pages
 
     def in_use_len(self, node: TreeNode | None) -> int:

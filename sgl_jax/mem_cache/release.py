@@ -228,7 +228,7 @@ def _read_anew(memory: RankMemory, lease: KVLease, match: PrefixMatch) -> None:
     memory.unlock(lease.pages(memory.page_size, 0, lease.cache_protected_len))
     memory.rows.unlist_pages(lease.row)
     memory.set_first_pages(lease, match.length)
-    pages = memory.cache.pages_to(match.node)
+    pages = memory.cache.tree.pages_to(match.node)
     for number, first in enumerate(lease.first_pages.tolist()):
         pages[number, :first] = 0
     memory.lock(pages)

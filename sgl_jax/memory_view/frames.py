@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from sgl_jax.core.step_plan import BoolArray, Int32Array
-from sgl_jax.metrics.engine_metrics import (
+from sgl_jax.metrics.rank_state import (
     host_block_states,
     page_states,
     pool_names,

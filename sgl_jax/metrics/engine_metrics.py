@@ -8,22 +8,37 @@ value, because one engine drives all chips. In `kv_pages`, the states of each po
 its total.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
+from typing import NamedTuple
 
 import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from sgl_jax.core.engine_messages import HostReport
-from sgl_jax.metrics.host_metrics import HostMetrics
+from sgl_jax.metrics.rank_state import (
+    FULL,
+    STATES,
+    WINDOW,
+    State,
+    evictable,
+    host_block_states,
+    kind_of,
+    max_tokens,
+    page_states,
+    pool_names,
+    row_states,
+    share,
+    token_usage,
+    usage,
+    used_tokens,
+)
 from sgl_jax.metrics.request_metrics import RequestMetrics
 from sgl_jax.metrics.tenant_metrics import TenantMetrics
 
-State = Mapping[str, Any]
 # Values of a figure's additional labels, and its value.
 Rows = Iterable[tuple[*tuple[str, ...], float]]
 _WORKER_LABELS = {"engine_type": "unified", "tp_rank": "0", "pp_rank": "0", "moe_ep_rank": "0"}
-_FULL, _WINDOW, _STATES = "full", "window", "states"
 
 
 class Figure(NamedTuple):
@@ -57,106 +72,20 @@ class EngineMetrics:
         """Store `Reply.data` of a `GetState`."""
         self._state = state
         self._tenants.update(state.get("tenants", {}))
-        self._hosts.update(msgspec.convert(state.get("hosts", []), list[HostReport]))
+        self._hosts.hosts = msgspec.convert(state.get("hosts", []), list[HostReport])
 
     def collect(self) -> Iterable[Metric]:
         """Yield all metrics; called by the registry at each scrape."""
         labels = {"model_name": self._requests.model_name, **_WORKER_LABELS}
+        state = {**self._state, "generation_rate": self._requests.generation_rate()}
         for figure in FIGURES:
-            yield figure.family(self._state, labels)
-        rate = Figure(
-            "gen_throughput",
-            "output tokens per second",
-            lambda state: [(self._requests.generation_rate(),)],
-        )
-        yield rate.family(self._state, labels)
+            yield figure.family(state, labels)
         yield from self._tenants.collect()
         yield from self._hosts.collect()
 
 
-def token_usage(rank: State) -> float:
-    """Return the share of a rank's KV pages in use: neither free nor evictable."""
-    return _usage([rank])
-
-
-def _usage(pools: Iterable[State]) -> float:
-    present = [(_available(pool), pool["total_pages"] - pool["reserved_pages"]) for pool in pools]
-    total = sum(size for _, size in present)
-    return 1 - sum(available for available, _ in present) / total if total else 0.0
-
-
-def _available(pool: State) -> int:
-    return int(pool["free_pages"] + _evictable(pool))
-
-
-def _evictable(pool: State) -> int:
-    return int(pool["cached_pages"] - pool["protected_pages"])
-
-
-def used_tokens(rank: State) -> int:
-    """Return the tokens of a rank's KV pages in use: neither free nor evictable."""
-    return max_tokens(rank) - int(_available(rank) * rank["page_size"])
-
-
-def max_tokens(rank: State) -> int:
-    """Return the capacity of a rank's KV pages in tokens."""
-    return int((rank["total_pages"] - rank["reserved_pages"]) * rank["page_size"])
-
-
-def _kind(pool: State) -> str:
-    if pool["kind"] == "states":
-        return _STATES
-    return _FULL if None in pool["sliding_windows"] else _WINDOW
-
-
-def pool_names(rank: State) -> list[str]:
-    """Return a name for each pool; for windows, with their widths in tokens."""
-    return [
-        "window " + " ".join(map(str, pool["sliding_windows"]))
-        if _kind(pool) == _WINDOW
-        else _kind(pool)
-        for pool in rank["pools"]
-    ]
-
-
-def page_states(pool: State) -> dict[str, int]:
-    """Return the pages of a pool by state. All states before the last add up to it."""
-    return {
-        "free": pool["free_pages"],
-        "leased": pool["leased_pages"],
-        "cached_evictable": _evictable(pool),
-        "cached_protected": pool["protected_pages"],
-        "session_held": pool["session_held_pages"],
-        "reserved": pool["reserved_pages"],
-        "total": pool["total_pages"],
-    }
-
-
-def host_block_states(pool: State) -> dict[str, int]:
-    """Return the pages of a CPU-memory pool by state. All states before the last add up to it."""
-    return {
-        "free": pool["free_blocks"],
-        "arriving": pool["arriving_blocks"],
-        "cached_evictable": pool["cached_blocks"] - pool["leaving_blocks"],
-        "leaving": pool["leaving_blocks"],
-        "reserved": pool["reserved_blocks"],
-        "total": pool["total_blocks"],
-    }
-
-
-def row_states(rank: State) -> dict[str, int]:
-    """Return the rows of a rank by state. All states before the last add up to it."""
-    total, free, session = rank["total_rows"], rank["free_rows"], rank["session_rows"]
-    return {"free": free, "running": total - free - session, "session": session, "total": total}
-
-
 def _of_kind(kind: str) -> Callable[[State], float]:
-    return lambda rank: _usage(pool for pool in rank["pools"] if _kind(pool) == kind)
-
-
-def share(counters: Mapping[str, Any], part: str, whole: str) -> float:
-    """Return the ratio of two counters, or 0 if `whole` is 0."""
-    return float(counters.get(part, 0) / max(counters.get(whole, 0), 1))
+    return lambda rank: usage(pool for pool in rank["pools"] if kind_of(pool) == kind)
 
 
 def _accept_length(state: State) -> Rows:
@@ -213,13 +142,9 @@ def _of_engine(name: str, help_text: str, key: str = "") -> Figure:
     )
 
 
-def _key(key: str) -> Callable[[State], float]:
-    return lambda rank: rank[key]
-
-
 FIGURES = (
-    _of_ranks("num_running_reqs", "requests running", _key("num_running")),
-    _of_ranks("num_queue_reqs", "requests waiting for this rank", _key("num_waiting")),
+    _of_ranks("num_running_reqs", "requests running", itemgetter("num_running")),
+    _of_ranks("num_queue_reqs", "requests waiting for this rank", itemgetter("num_waiting")),
     Figure(
         "num_retracted_reqs",
         "requests waiting to run again after a retract",
@@ -238,8 +163,8 @@ FIGURES = (
         lambda state: [(state["waiting_for"].get("grammar", 0),)],
     ),
     _of_ranks("max_total_num_tokens", "tokens that the KV pages hold", max_tokens),
-    _of_ranks("page_size", "tokens of a page", _key("page_size")),
-    _of_ranks("num_pages", "KV pages", _key("total_pages")),
+    _of_ranks("page_size", "tokens of a page", itemgetter("page_size")),
+    _of_ranks("num_pages", "KV pages", itemgetter("total_pages")),
     _of_ranks("num_used_tokens", "tokens of pages in use", used_tokens),
     _of_ranks("kv_used_tokens", "tokens of pages in use", used_tokens),
     _of_ranks(
@@ -250,12 +175,12 @@ FIGURES = (
     _of_ranks(
         "kv_evictable_tokens",
         "tokens of cached pages that may be evicted",
-        lambda rank: _evictable(rank) * rank["page_size"],
+        lambda rank: evictable(rank) * rank["page_size"],
     ),
     _of_ranks("token_usage", "share of the pages in use", token_usage),
-    _of_ranks("full_token_usage", "share in use, of full attention's pages", _of_kind(_FULL)),
-    _of_ranks("swa_token_usage", "share in use, of sliding windows' pages", _of_kind(_WINDOW)),
-    _of_ranks("mamba_usage", "share in use, of recurrent states' slots", _of_kind(_STATES)),
+    _of_ranks("full_token_usage", "share in use, of full attention's pages", _of_kind(FULL)),
+    _of_ranks("swa_token_usage", "share in use, of sliding windows' pages", _of_kind(WINDOW)),
+    _of_ranks("mamba_usage", "share in use, of recurrent states' slots", _of_kind(STATES)),
     _of_pools(
         "kv_pages", "pages of a pool by state; the others add up to total", "pools", page_states
     ),
@@ -366,4 +291,48 @@ FIGURES = (
         "seconds since all records of memory were last proved",
         lambda state: [(state.get("memory_audit_age_s", 0.0),)],
     ),
+    Figure(
+        "gen_throughput", "output tokens per second", lambda state: [(state["generation_rate"],)]
+    ),
 )
+
+
+def _of_hosts(key: str) -> Callable[[State], Rows]:
+    return lambda state: [(host.rank, getattr(host.figures, key)) for host in state["hosts"]]
+
+
+# In a step with collectives all hosts end together. A slow host therefore shows in its time to
+# launch, and in a step time shorter than that on the other hosts, which wait for it.
+HOST_FIGURES = (
+    *(
+        Figure(name, help_text, _of_hosts(key), ("host",), is_counter=True)
+        for name, help_text, key in (
+            ("host_steps", "steps that a host has run", "num_steps"),
+            (
+                "host_launch_seconds",
+                "time from a step's arrival at a host to its launch",
+                "launch_s",
+            ),
+            ("host_step_seconds", "time from a step's arrival at a host to its tokens", "step_s"),
+        )
+    ),
+    Figure(
+        "host_silent_seconds",
+        "time since a host's last sign of life",
+        lambda state: [(host.rank, host.silent_s) for host in state["hosts"]],
+        ("host",),
+    ),
+)
+
+
+class HostMetrics:
+    """A Prometheus collector over the last figures of the `hosts` of one engine."""
+
+    def __init__(self, model_name: str) -> None:
+        self._labels = {"model_name": model_name}
+        self.hosts: Sequence[HostReport] = ()
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield all metrics; called by the registry at each scrape."""
+        for figure in HOST_FIGURES:
+            yield figure.family({"hosts": self.hosts}, self._labels)

@@ -14,8 +14,8 @@ from flax import nnx
 from sgl_jax.layers.attention import Attention
 from sgl_jax.layers.gated_delta_net import GatedDeltaNet
 from sgl_jax.layers.latent_attention import LatentAttention
+from sgl_jax.layers.linear import GatedMLP
 from sgl_jax.layers.mesh_axes import join_shares
-from sgl_jax.layers.mlp import GatedMLP
 from sgl_jax.layers.moe import ExpertCopies, MixtureOfExperts
 from sgl_jax.layers.norm import RMSNorm
 

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from sgl_jax.layers.embedding import LMHead, padded_vocab_size
-from sgl_jax.layers.linear import Linear
+from sgl_jax.layers.linear import GatedMLP, Linear
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS, concatenate_over
-from sgl_jax.layers.mlp import GatedMLP
 from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.parameter import parameter
 from sgl_jax.layers.sampling.split_logits import SplitLogits

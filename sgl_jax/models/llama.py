@@ -3,8 +3,7 @@
 from sgl_jax.kernels.attention.batch import ScoreOptions
 from sgl_jax.layers.attention import Attention, replicated_kv_heads
 from sgl_jax.layers.head_sources import ByHead, FusedHeads, HeadRows, Heads, Reordered
-from sgl_jax.layers.linear import Linear
-from sgl_jax.layers.mlp import ACTIVATIONS, GatedMLP
+from sgl_jax.layers.linear import ACTIVATIONS, GatedMLP, Linear
 from sgl_jax.layers.moe import MixtureOfExperts
 from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.sources import Source, Tensor

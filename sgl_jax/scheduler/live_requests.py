@@ -88,31 +88,29 @@ class LiveRequests:
     def submit(self, message: GenerateRequest) -> None:
         """Add a request. If it cannot be served, end it at once with a clear reason."""
         if message.rid in self.by_rid:
-            self._refuse(message, f"request id {message.rid!r} is already in use", 400)
+            self._refuse(message, _refusal(f"request id {message.rid!r} is already in use", 400))
             return
         if message.is_probe and self._probe is not None:
-            self._refuse(message, "another probe has not ended yet", 503)
+            self._refuse(message, _refusal("another probe has not ended yet", 503))
             return
         if not message.is_probe and self._num_counted >= self._max_requests:
             text = (
                 f"the queue is full: --max-queued-requests ({self.args.max_queued_requests}) wait "
                 "beside those that run or can start"
             )
-            self._refuse(message, text, 503)
+            self._refuse(message, _refusal(text, 503))
             return
         if not message.is_probe and not self._may_queue(message):
-            self._refuse(message, self._too_many_queued(message), 429, "tenant_queue_full")
+            text = self._too_many_queued(message)
+            self._refuse(message, _refusal(text, 429, "tenant_queue_full"))
             return
         if self.gate.error and message.sampling.grammar is not None:
-            self._refuse(message, self.gate.error, 500)
+            self._refuse(message, _refusal(self.gate.error, 500))
             return
         try:
             request, turn = self._make_request(message)
-        except InvalidRequestError as error:
-            self._refuse(message, str(error), 400, error.code, error.param)
-            return
-        except SessionsFullError as error:
-            self._refuse(message, str(error), error.status_code, error.code)
+        except (InvalidRequestError, SessionsFullError) as error:
+            self._refuse(message, _refusal(str(error), error.status_code, error.code, error.param))
             return
         self.num_arrived += 1
         request.priority = self.args.importance(message.priority) - self._age()
@@ -154,16 +152,8 @@ class LiveRequests:
             "(--tenant-share)"
         )
 
-    def _refuse(
-        self,
-        message: GenerateRequest,
-        text: str,
-        status_code: int,
-        code: str | None = None,
-        param: str | None = None,
-    ) -> None:
+    def _refuse(self, message: GenerateRequest, finish: FinishReason) -> None:
         """Send the last output of a request that never entered the queue."""
-        finish = _refusal(text, status_code, code, param)
         self._outputs.outputs.append(RequestOutput(message.rid, [], 0, 0, finish))
 
     def abort(self, message: AbortRequest) -> None:
@@ -340,11 +330,8 @@ class LiveRequests:
         try:
             if request.session is not None:
                 self._enter_turn(self.sessions.compose_held(request), request.rid)
-        except InvalidRequestError as error:
-            self.end(request, _refusal(str(error), 400, error.code, error.param))
-            return
-        except SessionsFullError as error:
-            self.end(request, _refusal(str(error), error.status_code, error.code))
+        except (InvalidRequestError, SessionsFullError) as error:
+            self.end(request, _refusal(str(error), error.status_code, error.code, error.param))
             return
         self._leave_gate(request)
         self.waiting.add(request)

@@ -16,11 +16,11 @@ import numpy as np
 
 from sgl_jax.core.engine_messages import FinishReason
 from sgl_jax.core.step_plan import Int32Array
-from sgl_jax.scheduler.departed import Departed
 from sgl_jax.scheduler.in_flight_rows import FAILED, Records
 from sgl_jax.scheduler.live_requests import LiveRequests
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.ranks import Ranks
+from sgl_jax.scheduler.request import Departed
 
 # Limit of remembered prefixes on which rows have failed; the oldest is forgotten first.
 _MAX_PREFIXES = 64

@@ -1,8 +1,13 @@
-"""Chooses the running requests of a rank that a waiting request of higher priority preempts.
+"""Chooses the running requests of a rank to retract: by cost, or for a request that preempts them.
 
-A set is judged by the pages that become available if all of it is retracted: a page shared with a
-remaining request, or with the waiting one, frees nothing. The waiting request starts in the same
-step, so no other request takes the freed pages.
+A retracted request recomputes its tokens, unless the tree still has them. Pages that only it held
+are soon evicted, since memory is short; pages locked by other leases stay. A retracted request is
+spared until it has gained as many new tokens as it lost, so at most half of all computed tokens are
+recomputed.
+
+A set to preempt is judged by the pages that become available if all of it is retracted: a page
+shared with a remaining request, or with the waiting one, frees nothing. The waiting request starts
+in the same step, so no other request takes the freed pages.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sgl_jax.core.step_plan import Int32Array, RowIndex
+from sgl_jax.core.step_plan import BoolArray, Int32Array, IntpArray, RowIndex
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
@@ -18,7 +23,7 @@ from sgl_jax.scheduler.forecast.fits import Rooms
 from sgl_jax.scheduler.forecast.forecast import Forecast
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
-from sgl_jax.scheduler.victims import by_cost, recompute_cost
+from sgl_jax.scheduler.running_rows import RunningRows
 
 _NO_PAGES = np.zeros(0, np.int32)
 
@@ -125,3 +130,30 @@ class FreedPages:
         memory = self._memory
         pages = memory.by_pool(lease.pages(memory.page_size))[0]
         return pages, np.maximum(memory.locked[0].num_running_locks(pages), 1)
+
+
+def recompute_cost(memory: RankMemory, rows: RowIndex) -> Int32Array:
+    """Return the number of tokens that each of `rows` would recompute after a retract: int32[n]."""
+    tables = memory.rows
+    committed: Int32Array = tables.kv_committed_len[rows]
+    if memory.groups[0].sliding_window is not None:
+        # Windows are locked page by page, so no whole prefix is shared.
+        return np.asarray(committed)
+    protected = tables.cache_protected_len[rows] // np.int32(memory.page_size)
+    shared = memory.locked[0].num_shared(tables.pages, rows, protected)
+    cost: Int32Array = committed - shared * np.int32(memory.page_size)
+    return cost
+
+
+def is_protected(running: RunningRows, rows: RowIndex) -> BoolArray:
+    """Return which `rows` have gained fewer tokens than they had lost at their start: bool[n]."""
+    spared: BoolArray = running.known_len[rows] < running.regained_len[rows]
+    return spared
+
+
+def by_cost(memory: RankMemory, running: RunningRows, rows: RowIndex) -> IntpArray:
+    """Return the indices of `rows`, oldest first, in the order of retracting: protected rows last,
+    then by cost; among equals the youngest first."""
+    costs, spared = recompute_cost(memory, rows), is_protected(running, rows)
+    order: IntpArray = np.lexsort((-np.arange(len(rows)), costs, spared))
+    return order

@@ -50,7 +50,7 @@ class RankOffload:
     def num_here(self, request: Request) -> int:
         """Return the number of tokens of the request's prefix in host memory."""
         tier = self.tier
-        return 0 if tier is None else tier.num_here(request.matchable(), request.namespace)
+        return 0 if tier is None else tier.blocks.cache.peek(request.matchable(), request.namespace)
 
     def num_spared(self, request: Request, num_read: int) -> int:
         """Return the prompt tokens of computation that a fetch would save, less its cost."""
@@ -78,7 +78,7 @@ class RankOffload:
         found = tier.fetch_of(tokens, namespace, num_read)
         if found is not None or request.num_fetches >= _MAX_FETCHES:
             return found
-        length = tier.num_here(tokens, namespace)
+        length = tier.blocks.cache.peek(tokens, namespace)
         num_saved = length - num_read
         num_fetched = num_saved + tier.num_moving_tokens
         prefix = PrefixElsewhere(num_read, num_saved, len(request.tokens), num_ahead, num_fetched)
@@ -193,12 +193,12 @@ class RankOffload:
 
     def views(self) -> list[CpuPoolView]:
         """Return the blocks of each pool by state."""
-        return self.tier.views() if self.tier is not None else []
+        return self.tier.blocks.views() if self.tier is not None else []
 
     @property
     def num_waiting_copies(self) -> int:
         """Return the number of prefixes that wait to be copied to host memory."""
-        return self.tier.num_waiting_copies if self.tier is not None else 0
+        return len(self.tier.offers) if self.tier is not None else 0
 
     def counters(self) -> dict[str, int]:
         tier, store = self.tier, self.store

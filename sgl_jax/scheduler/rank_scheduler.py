@@ -5,36 +5,32 @@ the rows of a step, `apply_result.py` applies their results.
 """
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import numpy as np
 
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.scheduler_args import SchedulerArgs
-from sgl_jax.core.step_plan import Int32Array, RowAdmission, RowIndex
+from sgl_jax.core.step_plan import Int32Array, RowAdmission
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.ledger import audit, audit_slices, check_balance
 from sgl_jax.mem_cache.pages.req_to_token_pool import RowTables
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import (
     adopt_prefix,
-    publish_prefix,
     release_idle_lease,
     release_kv_cache,
     resume_lease,
 )
 from sgl_jax.mem_cache.row_states import resumable_len
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
-from sgl_jax.scheduler.departed import Departed
 from sgl_jax.scheduler.draft_policy import start_drafting
 from sgl_jax.scheduler.forecast.output_lengths import OutputLengths
 from sgl_jax.scheduler.rank_offload import RankOffload
-from sgl_jax.scheduler.request import Request, RequestState
+from sgl_jax.scheduler.request import Departed, Request, RequestState
+from sgl_jax.scheduler.running_prompts import RunningPrompts
 from sgl_jax.scheduler.running_rows import RowColumns, RunningRows
-
-# Limit of waiting requests checked for the tokens that they await from a row.
-_MAX_BRANCHES = 16
 
 
 class RankScheduler:
@@ -72,9 +68,8 @@ class RankScheduler:
         self.num_prompt_tokens = 0  # of all admitted requests, and from the cache:
         self.num_cached_tokens = 0
         self._max_draft_tokens = sizes.max_draft_tokens
-        self._has_states = sizes.state_group is not None
-        self.keeps_snapshots = self._has_states and not args.disable_radix_cache
-        self._has_windows = any(group.sliding_window is not None for group in sizes.groups)
+        has_states = sizes.state_group is not None
+        self.keeps_snapshots = has_states and not args.disable_radix_cache
         self._eos_token_ids = sizes.eos_token_ids
         self._random_seed = args.random_seed
         self.most_request_pages = self.memory.request_pages(sizes.max_request_tokens)
@@ -83,14 +78,7 @@ class RankScheduler:
         self.short_debt = 0
         # Admissions to send to the device with the next launched step, by row.
         self.unsent_admissions: dict[int, RowAdmission] = {}
-        # Rows with unpublished, partly computed prompts; an ordered set.
-        self.unpublished: dict[int, None] = {}
-        # By row, the length of its published part and the key of the next page.
-        self._next_keys: dict[int, tuple[int, bytes | None]] = {}
-        # With recurrent layers: rows before the launch of their first step, and the positions at
-        # which other prompts branch off from rows' prompts.
-        self._starting: set[int] = set()
-        self._branch_lens: dict[int, set[int]] = {}
+        self.prompts = RunningPrompts(self.memory, self.running)
 
     @property
     def num_prompt_tokens_left(self) -> int:
@@ -179,9 +167,7 @@ class RankScheduler:
         stop_ids = self._stop_ids(request)
         self.running.add(lease.row, request, stop_ids)
         self.running.length_class[lease.row] = self._output_lengths.class_of(request)
-        if self._has_states:
-            self._starting.add(lease.row)
-            self._branch_lens[lease.row] = {num_on_tree}
+        self.prompts.enter(lease.row, num_on_tree)
         start_drafting(self.running, lease.row, self._max_draft_tokens)
         self.unsent_admissions[lease.row] = RowAdmission(
             row=lease.row,
@@ -242,76 +228,6 @@ class RankScheduler:
         release_idle_lease(self.memory, session_id)
         self.num_evicted_sessions += 1
         return True
-
-    def offer_chunks(self, rows: Sequence[int]) -> None:
-        """Make prompt tokens of `rows`, from a launched step, readable by other requests. Tokens of
-        an incomplete prompt are published once another request could continue from them."""
-        for row in rows:
-            # A later turn of a session is published when it has succeeded: until then the session
-            # may have to return to its start.
-            if self.running.request(row).kept_len:
-                continue
-            lease = self.memory.leases[row]
-            # The last token is computed in a decode row, not in a chunk. Publish before a window
-            # passes pages: another prompt that continues from there needs them.
-            if self._has_windows or lease.kv_committed_len + 1 >= self.running.known_len[row]:
-                self.unpublished.pop(row, None)
-                publish_prefix(self.memory, lease, self.running.known_tokens(row))
-            else:
-                self.unpublished[row] = None
-
-    def keep_branch(self, row: int, length: int) -> None:
-        """Record that a waiting request will continue from the first `length` tokens of `row`."""
-        if self._has_states:
-            self._branch_lens[row].add(length)
-
-    def branch_lens(self, row: int) -> list[int]:
-        """Return the positions at which other prompts branch off from `row`'s: the cached length at
-        its admission, and the lengths shared with waiting requests."""
-        lens = list(self._branch_lens[row])
-        if not self.running.request(row).kept_len:  # else nothing is published yet
-            lease = self.memory.leases[row]
-            tokens = self.running.known_tokens(row)[lease.cache_protected_len :]
-            ahead = self.memory.cache.awaited_lens(
-                lease.node, self.next_key(row), tokens, _MAX_BRANCHES
-            )
-            lens += [lease.cache_protected_len + each for each in ahead]
-        return lens
-
-    def take_starting(self, rows: RowIndex) -> list[tuple[int, int]]:
-        """Return index and row of the step's `rows` that run for the first time since their
-        admission. Each is returned once."""
-        if not self._starting:
-            return []
-        found = [(i, row) for i, row in enumerate(rows.tolist()) if row in self._starting]
-        self._starting.difference_update(row for _, row in found)
-        return found
-
-    def publish_awaited(self) -> None:
-        """Publish computed tokens of prompts that waiting requests could continue from."""
-        memory = self.memory
-        computed, published = memory.rows.kv_committed_len, memory.rows.cache_protected_len
-        for row in self.unpublished:
-            if computed[row] < published[row] + memory.page_size:
-                continue  # there is no further page
-            lease = memory.leases[row]
-            if memory.cache.is_awaited(lease.node, self.next_key(row)):
-                publish_prefix(memory, lease, self.running.known_tokens(row))
-
-    def next_key(self, row: int) -> bytes | None:
-        """Return the key of the first page after `row`'s published part; None while that page is
-        incomplete."""
-        lease = self.memory.leases[row]
-        length = lease.cache_protected_len
-        known_length, key = self._next_keys.get(row, (-1, None))
-        if known_length == length:
-            return key
-        if self.running.known_len[row] < length + self.memory.page_size:
-            return None
-        tokens = self.running.known_tokens(row)[length:]
-        key = self.memory.cache.next_key(lease.node, tokens, lease.namespace)
-        self._next_keys[row] = length, key
-        return key
 
     def finish(self, row: int, *, num_tokens: int | None = None) -> Request:
         """End the request in `row` normally; keep its first `num_tokens` tokens (default: all)."""
@@ -394,10 +310,7 @@ class RankScheduler:
         self.memory.rebuild()
         self.host.forget()
         self.unsent_admissions.clear()
-        self.unpublished.clear()
-        self._next_keys.clear()
-        self._starting.clear()
-        self._branch_lens.clear()
+        self.prompts.clear()
         self.departed.clear()
 
     def withdraw(self, tokens: Int32Array, namespace: str, length: int) -> None:
@@ -418,10 +331,7 @@ class RankScheduler:
     def _leave(self, row: int, *, insert: bool = True, num_tokens: int | None = None) -> Request:
         request = self.running.request(row)
         tokens: Int32Array = self.running.remove(row)[:num_tokens]
-        self.unpublished.pop(row, None)
-        self._next_keys.pop(row, None)
-        self._starting.discard(row)
-        self._branch_lens.pop(row, None)
+        self.prompts.leave(row)
         request.tokens = tokens
         assert request.lease is not None, "a running request holds a lease"
         epoch = int(self.memory.rows.epoch[row])

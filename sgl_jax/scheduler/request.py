@@ -5,7 +5,7 @@ While it runs, its tokens and lengths are columns of its rank's `RunningRows`; w
 """
 
 import enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
@@ -195,3 +195,13 @@ def max_request_len(
             "logprob_start_len",
         )
     return prompt_len + wanted
+
+
+class Departed(NamedTuple):
+    """The row that the request left, as recorded by a launched step, and the request's prefix."""
+
+    row: int
+    epoch: int  # of its lease
+    tokens: Int32Array  # known tokens, int32[n]
+    namespace: str
+    matched_len: int  # tokens of the cached prefix at its admission

@@ -382,8 +382,8 @@ class Scheduler:
             return None
         ranks, forced = self._all_ranks, self._forced_retract
         for rank in self.ranks:
-            if rank.unpublished:
-                rank.publish_awaited()
+            if rank.prompts.unpublished:
+                rank.prompts.publish_awaited()
         taken = forced.take(self.ranks, self._steps) if forced else []
         # Prompts of one tenant delay the tokens of others by half as long.
         most = self._chunk_tokens

@@ -27,7 +27,7 @@ def plan_states(builder: StepBuilder, launched: Records) -> StatePlan:
     sizes, tables = rank.memory.sizes, rank.memory.rows
     sources = np.full(len(rows), NO_SLOT, np.int32)
     halves = 1 - tables.state_half[rows]
-    starting = rank.take_starting(rows)
+    starting = rank.prompts.take_starting(rows)
     for index, row in starting:
         sources[index] = state_source(rank.memory, rank.memory.leases[row])
         halves[index] = 1 - _half_of(sizes, row, int(sources[index]), int(tables.state_half[row]))
@@ -105,5 +105,5 @@ def _lengths_of_prompt(rank: RankScheduler, row: int, start: int, end: int) -> s
     # A prompt's last token is always computed, for its logits.
     matchable = int(rank.running.known_len[row]) - 1
     lengths = set(range(start // interval * interval + interval, end + 1, interval))
-    others = {matchable // sizes.page_size * sizes.page_size, *rank.branch_lens(row)}
+    others = {matchable // sizes.page_size * sizes.page_size, *rank.prompts.branch_lens(row)}
     return lengths | {length for length in others if start < length <= end}

@@ -61,7 +61,7 @@ def build_plan(
     commit_rows(tables, ranks.memories, rows["row"], rows["kv_end"])
     for builder in builders:
         if builder.chunks:
-            builder.rank.offer_chunks(list(builder.chunks))
+            builder.rank.prompts.offer(list(builder.chunks))
     return plan, InFlightRows(rows, bounds)
 
 

@@ -24,12 +24,12 @@ from sgl_jax.mem_cache.release import free_tail
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
 from sgl_jax.scheduler.draft_policy import choose_drafts, choose_expected
 from sgl_jax.scheduler.forecast.fits import NO_FLOOR, NO_LIMIT
+from sgl_jax.scheduler.preemption import by_cost
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.runnable import Runnable, decode_ends
 from sgl_jax.scheduler.shared_tokens import SHORT_PART, SharedTokens
 from sgl_jax.scheduler.tenants import Tenants
-from sgl_jax.scheduler.victims import by_cost
 
 _NO_DRAFTS = np.zeros(0, np.int32)
 

@@ -38,7 +38,7 @@ from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import ChannelError, EngineClient
 from sgl_jax.engine.front.health import EngineHealth
 from sgl_jax.engine.process import ENGINE_COMMAND, EngineProcess, ExitReport
-from sgl_jax.metrics.host_metrics import HostMetrics
+from sgl_jax.metrics.engine_metrics import HostMetrics
 from sgl_jax.server.admin.management import health_answer, starting_error
 from sgl_jax.server.errors import ApiError, error_response
 from sgl_jax.server.guards.limits import Limits
@@ -140,7 +140,7 @@ class _WorkerServer:
         if isinstance(message, Heartbeat):
             self._health.note(message)
             if message.figures is not None:
-                self._metrics.update([HostReport(self._args.node_rank or 0, message.figures)])
+                self._metrics.hosts = [HostReport(self._args.node_rank or 0, message.figures)]
         elif isinstance(message, EngineFailed):
             self._failure = message
         elif isinstance(message, EngineInfo):

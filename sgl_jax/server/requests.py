@@ -39,7 +39,7 @@ def admit(request: Request, body: RequestFields, num_requests: int) -> None:
     refs = references_of(request)
     refs.check_open()
     refs.check_model(body.model)
-    refs.frontend.check_room(num_requests, tenant_of(request, body.user))
+    refs.frontend.pending.check_room(num_requests, tenant_of(request, body.user))
 
 
 async def prompt_requests(

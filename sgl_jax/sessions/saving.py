@@ -5,9 +5,8 @@ import msgspec
 from sgl_jax.core.messages import OpenSession, Tenant
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.sessions.store import Session
-from sgl_jax.sessions.streaming import EndedTurn, StreamingSession
+from sgl_jax.sessions.streaming import NO_TOKENS, EndedTurn, StreamingSession
 from sgl_jax.sessions.tree import RegularSession, SavedNode
-from sgl_jax.sessions.turns import NO_TOKENS
 
 
 class SavedSession(msgspec.Struct, frozen=True):

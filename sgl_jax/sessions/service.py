@@ -27,9 +27,8 @@ from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import release_idle_lease, roll_back_lease
 from sgl_jax.sessions.saving import SavedSession, restore_session, save_session
 from sgl_jax.sessions.store import Session, SessionsFullError, SessionStore
-from sgl_jax.sessions.streaming import StreamingSession
+from sgl_jax.sessions.streaming import StreamingSession, turn_of
 from sgl_jax.sessions.tree import RegularSession
-from sgl_jax.sessions.turns import turn_of
 
 
 class TurnRequest(Protocol):

@@ -11,9 +11,8 @@ from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import ForkSession, GenerateRequest, OpenSession, holder_of
 from sgl_jax.core.shares import Shares, tenant_text
 from sgl_jax.core.step_plan import Int32Array
-from sgl_jax.sessions.streaming import StreamingSession
+from sgl_jax.sessions.streaming import StreamingSession, turn_of
 from sgl_jax.sessions.tree import RegularSession
-from sgl_jax.sessions.turns import turn_of
 
 Session = StreamingSession | RegularSession
 # Checks of closed sessions are removed when the heap is larger than twice the number of sessions
@@ -38,6 +37,8 @@ class SessionsFullError(RuntimeError):
     The request is valid and may succeed later. The HTTP layer sends a 503, or a 429 if only the
     tenant has too many.
     """
+
+    param = None
 
     def __init__(self, message: str, *, is_of_tenant: bool) -> None:
         super().__init__(message)

@@ -20,7 +20,7 @@ from sgl_jax.core.messages import (
     holder_of,
 )
 from sgl_jax.core.step_plan import Int32Array
-from sgl_jax.sessions.turns import NO_TOKENS, TurnOutline, append_turn, turn_name, turn_of
+from sgl_jax.sessions.streaming import NO_TOKENS, TurnOutline, append_turn, turn_name, turn_of
 
 # Limits of one session in host memory; a client that needs more replaces turns, or opens another
 # session.

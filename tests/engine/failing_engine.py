@@ -11,7 +11,8 @@ from tests.support.faults import EVERY, FaultyExecutor
 
 def build(args: ServerArgs, progress: Progress) -> EngineCore:
     core = EngineCore(args, progress)
-    core.executor = FaultyExecutor(core.executor, failing_launches=EVERY)
+    faulty = FaultyExecutor(core.executor, failing_launches=EVERY)
+    core.executor = core.steps._executor = faulty
     return core
 
 

@@ -147,7 +147,7 @@ def test_others_run_while_programs_are_compiled_and_then_all_do(
     assert tokens["x"] == tokens["y"]
     assert {ends[rid].type for rid in "xy"} == {"stop"}
     counters = core.state()["counters"]
-    num_shapes = len(core.executor._buckets.all)
+    num_shapes = len(core.executor._stages.buckets.all)
     assert counters["compiles_at_start"] > num_shapes
     assert counters["compiles_in_background"] == 2 * num_shapes
     assert counters["compiles_after_ready"] == 0
@@ -220,7 +220,7 @@ def test_two_programs_serve_all_until_the_others_are_compiled(
         assert core.state()["waiting_for"]["program"] == 1
         compiler.may_run.set()
         yield from turns_until(lambda: core.scheduler.is_idle, "the structured one ends")
-        yield from turns_until(lambda: executor._background.is_done, "all are compiled")
+        yield from turns_until(lambda: executor._stages.is_done, "all are compiled")
         launched.clear()
         yield [structured("y"), plain("b")]
         yield from turns_until(lambda: core.scheduler.is_idle, "all end")
@@ -231,7 +231,7 @@ def test_two_programs_serve_all_until_the_others_are_compiled(
     assert tokens["x"] == tokens["y"]
     assert Bucket(2, 2) in launched
     counters = core.state()["counters"]
-    assert counters["compiles_in_background"] == 3 * len(executor._buckets.all) - 2
+    assert counters["compiles_in_background"] == 3 * len(executor._stages.buckets.all) - 2
     assert counters["compiles_after_ready"] == 0
 
 
@@ -249,7 +249,7 @@ def test_a_step_whose_program_fails_to_compile_runs_padded(
     core = make_core(warmup="staged", max_running_requests=4)
 
     def script() -> Iterator[list[FrontMessage]]:
-        yield from turns_until(lambda: core.executor._background.is_done, "the rest is compiled")
+        yield from turns_until(lambda: core.executor._stages.is_done, "the rest is compiled")
         yield [structured("x"), plain("a")]
         yield from turns_until(lambda: core.scheduler.is_idle, "all end")
 
@@ -269,5 +269,5 @@ def test_a_warm_up_of_all_compiles_everything_before_ready(
 
     assert run(core, script()).ends()["x"].type == "stop"
     counters = core.state()["counters"]
-    assert counters["compiles_at_start"] > 3 * len(core.executor._buckets.all)
+    assert counters["compiles_at_start"] > 3 * len(core.executor._stages.buckets.all)
     assert counters["compiles_in_background"] == counters["compiles_after_ready"] == 0

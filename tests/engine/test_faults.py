@@ -72,7 +72,7 @@ class Rig:
             )
         )
         self.executor = FaultyExecutor(self.core.executor)
-        self.core.executor = self.executor
+        self.core.executor = self.core.steps._executor = self.executor
 
     def run(self, script: Iterator[list[FrontMessage]]) -> ScriptedChannel:
         """Serve the script's messages, then shut down; the ledger must balance."""

@@ -159,7 +159,7 @@ def break_in_flight(
     for _ in range(4):
         yield []
     assert core.scheduler.num_running == NUM_REQUESTS
-    assert core._in_flight
+    assert core.steps.in_flight
     corrupt(core.scheduler.ranks[0].memory)
     yield then
     for _ in range(100):

@@ -21,7 +21,9 @@ def executor(folder, **args):
 
 
 def values(own):
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(own._weights) if leaf.dtype == np.int8]
+    return [
+        np.asarray(leaf) for leaf in jax.tree.leaves(own._weights.arrays) if leaf.dtype == np.int8
+    ]
 
 
 def test_a_quantized_checkpoint_may_take_the_place_of_another(tmp_path):

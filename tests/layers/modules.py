@@ -8,8 +8,7 @@ from flax.nnx.traversals import unflatten_mapping
 
 from sgl_jax.core.layer_configs import ExpertChoice
 from sgl_jax.kernels.expert_dispatch.interface import XLA_MOVES
-from sgl_jax.layers.linear import ExpertLinear, Linear
-from sgl_jax.layers.mlp import ACTIVATIONS, GatedMLP
+from sgl_jax.layers.linear import ACTIVATIONS, ExpertLinear, GatedMLP, Linear
 from sgl_jax.layers.moe import MixtureOfExperts, silu_gated
 from sgl_jax.layers.parameter import declarations
 from sgl_jax.layers.sources import Tensor

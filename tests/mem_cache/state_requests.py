@@ -150,7 +150,7 @@ class Device:
         audit(self.memory, num_running)
         group, page_size = self.memory.state_group, self.sizes.page_size
         for node in self.memory.cache.nodes():
-            tokens, slots = tokens_of(node), self.memory.cache.pages_to(node)[group]
+            tokens, slots = tokens_of(node), self.memory.cache.tree.pages_to(node)[group]
             for column in slots.nonzero()[0].tolist():
                 expected = tokens[: (column + 1) * page_size].tobytes()
                 assert self.written[int(slots[column])] == expected

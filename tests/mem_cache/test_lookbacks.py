@@ -39,7 +39,7 @@ def values_on_tree(cache: RadixCache) -> dict[Tokens, list[int]]:
     for leaf in cache.tree.nodes():
         if leaf.children:
             continue
-        tokens, pages = tokens_to(leaf), cache.pages_to(leaf).T.tolist()
+        tokens, pages = tokens_to(leaf), cache.tree.pages_to(leaf).T.tolist()
         for end in range(leaf.end, 0, -cache.tree.page_size):
             if tokens[:end] in found:
                 break  # the rest is that of another leaf

@@ -17,6 +17,7 @@ class Mutation(NamedTuple):
 
 
 _RELEASE = "sgl_jax/mem_cache/release.py"
+_PROMPTS = "sgl_jax/scheduler/running_prompts.py"
 _MEMORY = "sgl_jax/mem_cache/rank_memory.py"
 _ALLOCATOR = "sgl_jax/mem_cache/pages/page_allocator.py"
 _ROWS = "sgl_jax/mem_cache/pages/req_to_token_pool.py"
@@ -431,7 +432,7 @@ MUTATIONS = (
     ),
     Mutation(
         "namespaces: wait for what a request of another one computes",
-        "sgl_jax/scheduler/rank_scheduler.py",
+        _PROMPTS,
         "next_key(lease.node, tokens, lease.namespace)\n        self._next_keys",
         'next_key(lease.node, tokens, "")\n        self._next_keys',
     ),
@@ -516,7 +517,7 @@ MUTATIONS = (
     ),
     Mutation(
         "publish no part of a prompt before all of it",
-        _RANK,
+        _PROMPTS,
         "            if memory.cache.is_awaited(lease.node, self.next_key(row)):\n",
         "            if self.next_key(row) is None:\n",
     ),
@@ -528,9 +529,9 @@ MUTATIONS = (
     ),
     Mutation(
         "go on publishing for a request that left",
-        _RANK,
-        "[:num_tokens]\n        self.unpublished.pop(row, None)\n",
-        "[:num_tokens]\n",
+        _PROMPTS,
+        "        self.unpublished.pop(row, None)\n        self._next",
+        "        self._next",
     ),
     Mutation(
         "give a row back with its old epoch",
@@ -898,8 +899,8 @@ MUTATIONS = (
     ),
     Mutation(
         "publish a turn before it has succeeded",
-        _RANK,
-        "            if self.running.request(row).kept_len:\n                continue\n",
+        _PROMPTS,
+        "            if self._running.request(row).kept_len:\n                continue\n",
         "",
     ),
     Mutation(
@@ -1452,7 +1453,7 @@ MUTATIONS = (
     Mutation(
         "states: keep none where one that waits for a gap branches off",
         _ADMISSION,
-        "            room.rank.keep_branch(*chosen.leader)\n        cursor",
+        "            room.rank.prompts.keep_branch(*chosen.leader)\n        cursor",
         "        cursor",
     ),
     Mutation(
@@ -1759,26 +1760,26 @@ MUTATIONS = (
     Mutation(
         "be due by the count of passes alone",
         _LINES,
-        "part = min(started_service / service[line], 1.0)",
+        "part = min(service[started] / service[line], 1.0)",
         "part = 0.0",
     ),
     Mutation(
         "be due after one pass without pages",
         _LINES,
-        "part = min(started_service / service[line], 1.0)",
+        "part = min(service[started] / service[line], 1.0)",
         "part = 1.0",
     ),
     Mutation(
         "be due by service though the pages were there",
         _LINES,
-        "if is_large and started_cached <=",
-        "if started_cached <=",
+        "if is_large and cached_pages[started] <=",
+        "if cached_pages[started] <=",
     ),
     Mutation(
         "take the cached prefix of a request that is passed over for lacking",
         _LINES,
-        "1, num_pages[line] - cached_pages[line] > num_free",
-        "1, num_pages[line] > num_free",
+        "1, need.pages - cached_pages[line] > num_free",
+        "1, need.pages > num_free",
     ),
     Mutation(
         "fix the end of a hold anew in each step",
@@ -1867,7 +1868,7 @@ MUTATIONS = (
     Mutation(
         "be due by the service of later requests with a longer prefix",
         _LINES,
-        "            if is_large and started_cached <= cached_pages[line]:\n",
+        "            if is_large and cached_pages[started] <= cached_pages[line]:\n",
         "            if is_large:\n",
     ),
     Mutation(
@@ -1904,8 +1905,8 @@ MUTATIONS = (
     Mutation(
         "pass over the older ones too",
         "sgl_jax/scheduler/waiting/queue_loops.py",
-        "is_before = arrival[line] < started if",
-        "is_before = arrival[line] != started if",
+        "is_before = arrival[line] < arrival[started]",
+        "is_before = arrival[line] != arrival[started]",
     ),
     Mutation(
         "pass over without a count",
@@ -1928,31 +1929,31 @@ MUTATIONS = (
     Mutation(
         "let a due request make an older one wait anew",
         "sgl_jax/scheduler/waiting/queue_loops.py",
-        "        elif was_due and not is_before and priority",
-        "        elif was_due and priority",
+        "        elif was_due and not is_before and need.priority",
+        "        elif was_due and need.priority",
     ),
     Mutation(
         "a request inherits how often the last one of its line was passed over",
         _COLUMNS,
-        "        self.skip_count[line] = 0\n",
+        "        self.lines.skip_count[line] = 0\n",
         "",
     ),
     Mutation(
         "a request inherits what the last one of its line waited for",
         _QUEUE,
-        "        columns.has_leader[line] = False\n        columns.stay_rank",
-        "        columns.stay_rank",
+        "        lines.has_leader[line] = False\n        lines.stay_rank",
+        "        lines.stay_rank",
     ),
     Mutation(
         "a request inherits the rank that the last one of its line stayed for",
         _QUEUE,
-        "        columns.stay_rank[line], columns.stay_until[line] = NO_RANK, 0\n",
+        "        lines.stay_rank[line], lines.stay_until[line] = NO_RANK, 0\n",
         "",
     ),
     Mutation(
         "never try a request that is pinned",
         _QUEUE,
-        "            columns.may_run[pinned, line] = True\n",
+        "            lines.may_run[pinned, line] = True\n",
         "            pass\n",
     ),
     Mutation(
@@ -2059,15 +2060,15 @@ MUTATIONS = (
     ),
     Mutation(
         "take what one rank has cached for what all have",
-        _COLUMNS,
-        "            self.cached_pages[dp_rank, lines],\n",
-        "            self.cached_pages[0, lines],\n",
+        _QUEUE,
+        "lines.cursor[dp_rank, :end], lines.cached_pages[dp_rank, :end]",
+        "lines.cursor[dp_rank, :end], lines.cached_pages[0, :end]",
     ),
     Mutation(
         "try the least important first",
         _ADMISSION_ORDER,
-        "level, num_levels = levels.highest - columns.priority[:end],",
-        "level, num_levels = columns.priority[:end] - levels.highest + levels.number - 1,",
+        'levels.highest - lines.needs["priority"][:end], levels.number',
+        'lines.needs["priority"][:end] - levels.highest + levels.number - 1, levels.number',
     ),
     Mutation(
         "take far priorities for the same",
@@ -2078,13 +2079,13 @@ MUTATIONS = (
     Mutation(
         "try the retracted before the more important",
         _LINES,
-        "(key + (not is_retracted[line])) <<",
-        "(key + ((not is_retracted[line]) << 16)) <<",
+        "(key + (not lines.is_retracted[line])) <<",
+        "(key + ((not lines.is_retracted[line]) << 16)) <<",
     ),
     Mutation(
         "try the retracted as if they were new",
         _LINES,
-        "(key + (not is_retracted[line]))",
+        "(key + (not lines.is_retracted[line]))",
         "(key + 1)",
     ),
     Mutation(
@@ -2871,8 +2872,8 @@ MUTATIONS = (
     Mutation(
         "pressure: preempt for a request that waits for a prefix in flight",
         "sgl_jax/scheduler/admission/admission.py",
-        "                room.rank.keep_branch(*leader)\n                return False\n",
-        "                room.rank.keep_branch(*leader)\n",
+        "                room.rank.prompts.keep_branch(*leader)\n                return False\n",
+        "                room.rank.prompts.keep_branch(*leader)\n",
     ),
     Mutation(
         "pressure: preempt where the most is to be computed",
@@ -2997,7 +2998,7 @@ MUTATIONS = (
     Mutation(
         "pressure: be passed over by what is more important",
         "sgl_jax/scheduler/waiting/queue_loops.py",
-        "if is_before and priority[line] >= started_priority:",
+        "if is_before and need.priority >= started_priority:",
         "if is_before:",
     ),
     Mutation(
@@ -3051,8 +3052,8 @@ MUTATIONS = (
     Mutation(
         "pressure: turns of tenants after the requests that others would read",
         _ADMISSION_ORDER,
-        "turn = turn * NUM_REUSES + self._reuse_order()",
-        "turn = turn + self._reuse_order() * NUM_REUSES",
+        "turn = turn * NUM_REUSES + reuse",
+        "turn = turn + reuse * NUM_REUSES",
     ),
     Mutation(
         "pressure: the requests first that others would read least",
@@ -3313,8 +3314,8 @@ MUTATIONS = (
     Mutation(
         "host: begin a copy whose beginning is under way",
         _TIER,
-        "            if self._is_leaving(*offer):\n                self._offers.append(offer)\n",
-        "            if False:\n                self._offers.append(offer)\n",
+        "            if self._is_leaving(*offer):\n                self.offers.append(offer)\n",
+        "            if False:\n                self.offers.append(offer)\n",
     ),
     Mutation(
         "host: wait for a fetch of another namespace",
@@ -3451,8 +3452,8 @@ MUTATIONS = (
     Mutation(
         "store: try requests before their prefix has arrived",
         _LINES,
-        "is_waiting[line] and not awaits_event[line] and not",
-        "is_waiting[line] and not",
+        "is_blocked = lines.awaits_event[line] or lines.has_leader[line]\n        is_tried",
+        "is_blocked = lines.has_leader[line]\n        is_tried",
     ),
     Mutation(
         "store: try requests no more after their prefix has arrived",
@@ -3566,8 +3567,8 @@ MUTATIONS = (
     Mutation(
         "not finite: publish below a withdrawn node again and again",
         _CACHE,
-        "        if parent.is_withdrawn:\n            return False\n",
-        "",
+        "return is_awaited and not parent.is_withdrawn",
+        "return is_awaited",
     ),
     Mutation(
         "not finite: leave an idle session on a withdrawn prefix",
@@ -3814,7 +3815,7 @@ MUTATIONS = (
     ),
     Mutation(
         "awaited: keep the key of the page behind a part that is published",
-        "sgl_jax/scheduler/rank_scheduler.py",
+        _PROMPTS,
         "        if known_length == length:\n",
         "        if key is not None:\n",
     ),

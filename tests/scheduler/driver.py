@@ -305,7 +305,7 @@ class Driver:
             for node in tree.nodes():
                 if not node.is_withdrawn:
                     tokens = np.concatenate([step.key for step in tree.path_to(node)])
-                    pages = rank.memory.cache.pages_to(node)
+                    pages = rank.memory.cache.tree.pages_to(node)
                     assert not self.oracle.held_non_finite(dp_rank, tokens, pages), node
 
     def check_idle(self) -> None:

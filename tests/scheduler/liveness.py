@@ -20,12 +20,12 @@ from sgl_jax.mem_cache.row_growth import pages_held_and_lacking
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor, common_prefix_len
 from sgl_jax.mem_cache.tree.radix_cache import RadixCache
 from sgl_jax.scheduler.admission.rank_capacity import RankCapacity
+from sgl_jax.scheduler.preemption import is_protected
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.scheduler import Scheduler
 from sgl_jax.scheduler.step_builder import StepBuilder
-from sgl_jax.scheduler.victims import is_protected
 from sgl_jax.scheduler.waiting.waiting_queue import WaitingQueue
 
 # Steps that a request may be due for: a rank is held for it, whose requests end in the meantime.
@@ -222,7 +222,7 @@ class Liveness:
         self._check_shares()
         for request in scheduler._waiting:
             awaits_store = any(rank.host.awaits_store(request) for rank in scheduler.ranks)
-            assert scheduler._waiting._columns.awaits_event[request.line] == awaits_store
+            assert scheduler._waiting._columns.lines.awaits_event[request.line] == awaits_store
         counts = scheduler.count_waiting()
         assert sum(counts.values()) == scheduler.num_waiting
         for request in scheduler._waiting:
@@ -327,7 +327,7 @@ def num_pages_short(rank: RankScheduler, request: Request, room: Room) -> int:
     needed = memory.request_pages(request.max_len)
     if isinstance(inner, RadixCache) and memory.groups[0].sliding_window is None:
         node, length = inner.find(request.matchable(), request.namespace)
-        known = inner.pages_to(node)[0, : length // memory.page_size].tolist()
+        known = inner.tree.pages_to(node)[0, : length // memory.page_size].tolist()
         needed -= sum(page in room.in_use for page in known)
     return needed - room.num_free
 

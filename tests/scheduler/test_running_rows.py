@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 
 from sgl_jax.scheduler import in_flight_rows
 from sgl_jax.scheduler.in_flight_rows import GOES_ON, LAUNCHED, NOT_SCORED, SHARE, TOO_LONG, Records
-from sgl_jax.scheduler.priority_counts import PriorityCounts
 from sgl_jax.scheduler.request import Request
-from sgl_jax.scheduler.running_rows import RowColumns, RunningRows
+from sgl_jax.scheduler.running_rows import PriorityCounts, RowColumns, RunningRows
 from tests.scheduler.driver import generate
 
 MAX_LEN = 150  # not a whole number of blocks

@@ -6,8 +6,8 @@ import numpy as np
 
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.scheduler.events import Flush
+from sgl_jax.scheduler.preemption import by_cost, is_protected, recompute_cost
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
-from sgl_jax.scheduler.victims import by_cost, is_protected, recompute_cost
 from tests.scheduler.driver import Driver, generate, make_sizes
 
 STEM = list(range(16))

@@ -18,10 +18,8 @@ import msgspec
 from sgl_jax.core.engine_messages import EngineMessage, OutputBatch, Reply, RequestOutput
 from sgl_jax.core.errors import (
     EngineDeadError,
-    InvalidRequestError,
     QueueFullError,
     ShuttingDownError,
-    TenantQueueFullError,
 )
 from sgl_jax.core.messages import (
     AbortRequest,
@@ -30,11 +28,9 @@ from sgl_jax.core.messages import (
     FrontMessage,
     GenerateRequest,
     StopRequest,
-    Tenant,
-    holder_of,
 )
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.core.shares import Shares, tenant_text
+from sgl_jax.engine.front.pending_requests import PendingRequests
 from sgl_jax.engine.front.request_checks import EngineFacts, RequestChecks
 from sgl_jax.engine.front.request_stream import RequestStream
 from sgl_jax.metrics.request_metrics import RequestMetrics
@@ -84,14 +80,10 @@ class Frontend:
         self._lock = threading.Lock()
         self._streams: dict[str, RequestStream] = {}
         self._on_reply: dict[str, Callable[[Reply], None]] = {}
-        # Requests without any output so far: sent, waiting, or computing their first token. They
-        # are limited here, because the channel to the engine is unbounded while the engine does not
-        # read it. After a disconnect a request still counts, because its message still exists.
-        self._pending: dict[str, str] = {}  # rid -> tenant charged for the request
+        self.pending = PendingRequests(
+            args.max_queued_requests, self.facts.max_running_requests, args.share_part
+        )
         self.num_tokens = 0  # of all outputs so far, including requests with disconnected clients
-        self._max_queued = args.max_queued_requests
-        most = self._max_queued + self.facts.max_running_requests
-        self._shares = Shares(most, args.share_part, self._max_queued)
         self._sequence = itertools.count()
         self._end_error: type[EngineDeadError | ShuttingDownError] = EngineDeadError
         self._death: str | None = None
@@ -108,41 +100,6 @@ class Frontend:
         """Raise the error passed to `fail` if the engine has ended."""
         if self._death is not None:
             raise self._end_error(self._death)
-
-    def check_room(self, num_requests: int, tenant: Tenant | None = None) -> None:
-        """Raise if `num_requests` more requests of `tenant` cannot be accepted now.
-
-        Raises:
-            InvalidRequestError: there are too many of them to be ever accepted together.
-            QueueFullError: the engine's queue is full.
-            TenantQueueFullError: the tenant's share of the queue is full.
-        """
-        holder, num_rows = holder_of(tenant), self.facts.max_running_requests
-        num_held = self._shares.held_by(holder)
-        if tenant is not None and tenant.max_queued:
-            _check_fits(num_requests, tenant.max_queued, f"tenant {tenant.name!r} may queue")
-            most = tenant.max_queued + min(tenant.max_running or num_rows, num_rows)
-            limits = f"{tenant.max_queued} that wait and {most - tenant.max_queued} that run"
-        else:
-            most, alone = self._shares.most(holder), self._shares.most_alone
-            if alone < self._shares.total:
-                _check_fits(num_requests, alone, f"{tenant_text(holder)} may have in the queue")
-            limits = f"{most} that it may have now (--tenant-share)"
-        most_of_all = self._max_queued + num_rows
-        _check_fits(
-            num_requests, most_of_all, "the engine holds (--max-queued-requests and those it runs)"
-        )
-        if len(self._pending) + num_requests > most_of_all:
-            raise QueueFullError(
-                f"the queue is full: {len(self._pending)} requests wait for the engine, and "
-                f"{num_requests} more would exceed the limit of --max-queued-requests "
-                f"({self._max_queued})"
-            )
-        if num_held + num_requests > most:
-            raise TenantQueueFullError(
-                f"{num_held} requests of {tenant_text(holder)} wait for the engine, and "
-                f"{num_requests} more would exceed its limits of {limits}"
-            )
 
     # Requests
 
@@ -190,16 +147,15 @@ class Frontend:
         with self._lock:
             self.check_alive()
             if not unique.is_probe:
-                self.check_room(num_together, unique.tenant)
-                self._pending[unique.rid] = holder_of(unique.tenant)
-                self._shares.add(self._pending[unique.rid], 1)
+                self.pending.check_room(num_together, unique.tenant)
+                self.pending.add(unique.rid, unique.tenant)
             self._streams[unique.rid] = stream
         try:
             self._send(unique)
         except BaseException:
             with self._lock:
                 self._streams.pop(unique.rid, None)
-                self._note_first_output(unique.rid)
+                self.pending.remove(unique.rid)
             raise
         self.metrics.arrived.inc()
         if self._log_requests:
@@ -313,7 +269,7 @@ class Frontend:
                 if stream.streaming or stream.has_ended:
                     ready.append(stream)
             for output in message.outputs:
-                self._note_first_output(output.rid)
+                self.pending.remove(output.rid)
                 stream = streams.get(output.rid)
                 if stream is not None:
                     num_tokens += self._accept(stream, output, now)
@@ -389,11 +345,6 @@ class Frontend:
             text = "the server failed on its output"
             self._send(AbortRequest(rid=request.rid, message=text, session=request.session))
 
-    def _note_first_output(self, rid: str) -> None:
-        holder = self._pending.pop(rid, None)
-        if holder is not None:
-            self._shares.add(holder, -1)
-
     def _note_tokens(self, stream: RequestStream, count: int, now: float) -> None:
         if stream.last_token_at is None:
             stream.first_token_at = now
@@ -432,10 +383,3 @@ class Frontend:
                 stream.num_output_tokens,
                 stream.e2e_latency_s,
             )
-
-
-def _check_fits(num_requests: int, most: int, holder: str) -> None:
-    if num_requests > most:
-        raise InvalidRequestError(
-            f"prompts times n must be no more than {holder}: at most {most}, got {num_requests}"
-        )

@@ -55,9 +55,11 @@ from sgl_jax.core.messages import (
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import Channel
 from sgl_jax.engine.loop.saved_cache import CacheSaver
+from sgl_jax.engine.loop.step_pipeline import StepPipeline
 from sgl_jax.engine.watchdog import Watchdog
 from sgl_jax.executor.expert_recorder import ExpertRecorder
-from sgl_jax.executor.model_executor import ModelExecutor, WeightsError
+from sgl_jax.executor.model_executor import ModelExecutor
+from sgl_jax.executor.weights import WeightsError
 from sgl_jax.mem_cache.errors import MemoryDefectError
 from sgl_jax.memory_view.reader import MemoryReader
 from sgl_jax.models.config_fields import ModelConfigError
@@ -91,8 +93,7 @@ class Controlled(Protocol):
     scheduler: Scheduler
     watchdog: Watchdog
     channel: Channel
-
-    def settle(self) -> None: ...
+    steps: StepPipeline
 
     def empty_caches(self) -> None: ...
 
@@ -250,7 +251,7 @@ class Controls:
     def pause(self, message: PauseGeneration) -> Reply:
         """Launch no more steps. Tokens of launched steps are still sent."""
         was_paused = self._core.scheduler.is_paused
-        self._core.settle()
+        self._core.steps.settle()
         self._core.scheduler.handle(Pause(message.mode))
         return self._generation_reply(message, was_paused)
 
@@ -260,7 +261,7 @@ class Controls:
         return self._generation_reply(message, was_paused)
 
     def _restore_pause(self, is_paused: bool) -> None:
-        self._core.settle()
+        self._core.steps.settle()
         self._core.scheduler.handle(Pause("in_place") if is_paused else Resume())
         self._core.change_info(is_paused=is_paused)
 
@@ -282,7 +283,7 @@ class Controls:
             return refusal(message, str(error), code="other_model", param="model_path")
         except (OSError, ValueError) as error:  # not a valid path
             return refusal(message, str(error), code="weights_refused", param="model_path")
-        self._core.settle()
+        self._core.steps.settle()
         num_running = 0 if message.abort_all_requests else self._core.scheduler.num_running
         give_up_kv = self._give_up_kv if message.flush_cache else None
         try:

@@ -6,14 +6,12 @@ offline `Engine` in a thread, with the same code.
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from sgl_jax.core.engine_messages import EndRequested, EngineInfo, OutputBatch
-from sgl_jax.core.errors import GroupError
 from sgl_jax.core.messages import (
     CALL_OF,
     AbortRequest,
@@ -26,30 +24,26 @@ from sgl_jax.core.messages import (
 )
 from sgl_jax.core.progress import Progress
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.core.step_plan import StepHandle, StepPlan
 from sgl_jax.engine.channels import Channel
 from sgl_jax.engine.loop.controls import NOT_AWAITED, Controls, refusal
 from sgl_jax.engine.loop.kv_events import KVEventsConfig, open_kv_events
 from sgl_jax.engine.loop.memory_audit import BackgroundAudit, DefectRecord
 from sgl_jax.engine.loop.offload_transfers import OffloadTransfers
-from sgl_jax.engine.loop.request_grammars import RequestGrammars, step_masks
+from sgl_jax.engine.loop.request_grammars import RequestGrammars
 from sgl_jax.engine.loop.request_stamps import RequestStamps
 from sgl_jax.engine.loop.saved_cache import CacheSaver
 from sgl_jax.engine.loop.step_log import StepFailures, StepLog
+from sgl_jax.engine.loop.step_pipeline import StepPipeline
 from sgl_jax.engine.watchdog import Watchdog, exit_process
-from sgl_jax.executor.first_token import first_token_plan
 from sgl_jax.executor.model_executor import ModelExecutor
 from sgl_jax.grammar.compiler import GrammarCompiler
 from sgl_jax.mem_cache.errors import MemoryDefectError
 from sgl_jax.multihost.group_executor import GroupExecutor
 from sgl_jax.scheduler.events import (
     AwaitPrograms,
-    FailAll,
     Flush,
-    PlanStep,
     ProgramsReady,
     Rebuild,
-    ResultRead,
     TakeOutputs,
     Tick,
 )
@@ -61,8 +55,6 @@ logger = logging.getLogger(__name__)
 
 _IDLE_POLL_S = 0.2
 _MOVING_POLL_S = 0.005  # used while prefixes are loaded or stored, or grammars are compiled
-# Used in the rare case that requests wait, none can run, and no step is in flight.
-_STARVED_POLL_S = 0.001
 _NOT_COMPILED = "structured output cannot be served: its programs could not be compiled: "
 _REBUILT = (
     "the engine found the records of its memory wrong and started afresh; "
@@ -115,8 +107,6 @@ class EngineCore:
         memories = [rank.memory for rank in self.scheduler.ranks]
         self._kv_events = open_kv_events(kv_events, memories)
         self._stamps = RequestStamps(self.scheduler.ranks, has_marks=args.enable_trace)
-        self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
-        self._depth = 0 if args.disable_overlap_schedule else 1
         self._transfers: OffloadTransfers | None = None
         if sizes.host_blocks:
             timeout_s = args.store_timeout_s
@@ -129,6 +119,15 @@ class EngineCore:
         self._log = StepLog(args.decode_log_interval)
         self._failures = StepFailures(
             args.max_step_failures, lambda count: self.change_info(failed_steps=count)
+        )
+        self.steps = StepPipeline(
+            self.scheduler,
+            self.executor,
+            self._stamps,
+            self._transfers,
+            self._log,
+            self._failures,
+            depth=0 if args.disable_overlap_schedule else 1,
         )
         self._defects = DefectRecord(args.memory_dump_dir)
         self._controls = Controls(self, self._saver)
@@ -161,7 +160,7 @@ class EngineCore:
         self.watchdog = Watchdog(channel.send, self._progress, self.args.watchdog_timeout, on_stall)
         with self.watchdog:
             while not self._is_shutting_down:
-                is_resting = self.scheduler.is_resting and not self._in_flight
+                is_resting = self.scheduler.is_resting and not self.steps.in_flight
                 self.watchdog.feed()
                 may_wait = is_resting and not self.scheduler.needs_tick(time.monotonic())
                 is_moving = may_wait and self._is_moving()
@@ -185,7 +184,7 @@ class EngineCore:
                     if is_idle:
                         self._audit()
                         if self._failures.is_probe_due and self.scheduler.is_idle:
-                            self._probe()
+                            self.steps.probe()
                     elif self._has_slices and now_s >= self._background_audit.due_s:
                         self._background_audit.run_if_due(now_s)
                     if self._is_compiling:
@@ -198,7 +197,8 @@ class EngineCore:
                         self._controls.flushes.answer_all(channel.send, _REBUILT)
                     if self._saver is not None:
                         self._saver.save_if_due(now_s)
-                    self._step()
+                    if self.steps.run_next():
+                        self._is_audited = False
                 except MemoryDefectError as error:
                     self._answer_defect(error)
                 if self.scheduler.has_outputs:
@@ -261,101 +261,16 @@ class EngineCore:
         except MemoryDefectError:
             raise
         except Exception as error:  # of any type
-            self._recover(error)
-
-    def _step(self) -> None:
-        """Plan and launch one step, and read the oldest result if enough steps are in flight."""
-        is_resting = self.scheduler.is_resting
-        plan: StepPlan | None = None if is_resting else self.scheduler.handle(PlanStep())
-        if plan is not None:
-            if self._stamps.has_marks or any(rank.admissions for rank in plan.ranks):
-                self._stamps.note_launch(plan)
-            try:
-                handle = self.executor.launch(plan)
-            except Exception as error:  # of any type
-                self._recover(error)
-                return
-            self._in_flight.append((plan, handle))
-            if self._transfers is not None:
-                self._transfers.launched(plan)
-            self._is_audited = False
-            if plan.is_masked and not self._draw(plan, handle):
-                return
-        if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
-            self._read_oldest()
-        elif plan is None and not self.scheduler.is_resting:
-            time.sleep(_STARVED_POLL_S)
-
-    def _draw(self, plan: StepPlan, handle: StepHandle) -> bool:
-        """Sample a masked step after reading all earlier results. Return False after an error."""
-        while len(self._in_flight) > 1:
-            if not self._read_oldest():
-                return False
-        masks = step_masks(plan, self.scheduler)
-        try:
-            self.executor.draw(handle, masks)
-        except Exception as error:
-            self._recover(error)
-            return False
-        return True
-
-    def settle(self) -> None:
-        """Read the results of all steps in flight, so that none of their tokens is lost."""
-        while self._in_flight:
-            self._read_oldest()
-
-    def _read_oldest(self) -> bool:
-        plan, handle = self._in_flight.popleft()
-        try:
-            results = self.executor.result(handle)
-        except Exception as error:
-            self._recover(error)
-            return False
-        if self._stamps.has_marks:
-            self._stamps.note_result(plan.step_id)
-        if self._transfers is not None:
-            self._transfers.ended(plan)
-        if self._failures.num_consecutive:
-            self._failures.note_success()
-        self.scheduler.handle(ResultRead(plan.step_id, results))
-        self._log.after_step(plan, self.scheduler)
-        return True
-
-    def _recover(self, error: Exception) -> None:
-        if isinstance(error, GroupError):
-            raise error
-        logger.exception("a step failed; all requests in flight end with an error")
-        self._failures.note_failure()
-        self._reset_device()
-        self.scheduler.handle(FailAll(f"a step failed on the device: {error}"))
-
-    def _probe(self) -> None:
-        """Run a step without requests to check whether the device works again. The last step
-        failed, so nothing is cached that the probe could overwrite."""
-        try:
-            self.executor.result(self.executor.launch(first_token_plan(self.executor.sizes)))
-        except Exception as error:
-            self._recover(error)
-            return
-        self._failures.note_success()
-        self._reset_device()
-        self.scheduler.handle(FailAll("the device was reset"))
-
-    def _reset_device(self) -> None:
-        """Start over with an empty pool. The results of steps in flight are not read."""
-        self._in_flight.clear()
-        if self._transfers is not None:
-            self._transfers.reset()
-        self.executor.reset()
+            self.steps.recover(error)
 
     def _answer_defect(self, error: MemoryDefectError) -> None:
         memories = [rank.memory for rank in self.scheduler.ranks]
-        context = {"state": self.state(), "steps_in_flight": len(self._in_flight)}
+        context = {"state": self.state(), "steps_in_flight": len(self.steps.in_flight)}
         where = self._defects.record(error, memories, context)
         if self.args.memory_error_action == "crash":
             raise type(error)(f"{error}; {where}") from error
         # Steps in flight still use the old pages, so the device gets a new pool.
-        self._reset_device()
+        self.steps.reset_device()
         self.scheduler.handle(Rebuild(_REBUILT))
         self._is_audited = False
 
@@ -407,7 +322,7 @@ class EngineCore:
 
     def _abort_all(self) -> None:
         """Abort all requests at the end, which releases all leases, and audit the memory."""
-        self._in_flight.clear()
+        self.steps.in_flight.clear()
         try:
             shut_down = AbortRequest(abort_all=True, message="the engine was shut down")
             self.scheduler.handle(shut_down)

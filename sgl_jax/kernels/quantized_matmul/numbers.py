@@ -1,4 +1,4 @@
-"""Conversion of stored values and scales to numbers, and of activations to stored values.
+"""Quantized matrices: their arrays, their product, and conversion to numbers and back.
 
 The functions are traced, and run on all platforms.
 
@@ -8,12 +8,14 @@ it to a number, whereas a conversion from 4-bit floats needs a chip that support
 power of two, stored as its exponent plus 127: the exponent bits of the float.
 """
 
+from typing import NamedTuple, Protocol
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from sgl_jax.core.layer_configs import GREATEST, ActivationFormat, WeightFormat
+from sgl_jax.core.layer_configs import GREATEST, ActivationFormat, Scheme, WeightFormat
 
 _VALUE_DTYPES: dict[str, DTypeLike] = {
     "int8": jnp.int8,
@@ -106,3 +108,39 @@ def stored_scales(x: jax.Array, scale: jax.Array) -> jax.Array:
     """
     is_finite = jnp.all(jnp.isfinite(x), axis=1, keepdims=True)
     return jnp.where(is_finite, scale, jnp.nan)
+
+
+class QuantizedArrays(NamedTuple):
+    """One chip's part of the arrays of matrices, stacked by layer."""
+
+    values: jax.Array  # [layers, in, out]
+    scales: jax.Array  # [layers, groups, out]
+    zero_points: jax.Array | None  # same shape as scales
+    input_scale: jax.Array | None  # float32 [1], of the current layer's activations
+
+    def of_layer(self, layer: jax.Array) -> "QuantizedArrays":
+        """Return one layer's arrays, without the first axis."""
+        stacks = self._replace(input_scale=None)
+        own = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, layer, keepdims=False), stacks)
+        of_layer: QuantizedArrays = own._replace(input_scale=self.input_scale)
+        return of_layer
+
+
+class QuantizedMatmul(Protocol):
+    """Multiply activations with the current layer's matrix."""
+
+    def __call__(
+        self, x: jax.Array, matrices: QuantizedArrays, layer: jax.Array, scheme: Scheme
+    ) -> jax.Array:
+        """Multiply with the shapes of one chip.
+
+        Args:
+            x: [T, in].
+            matrices: the matrices of all layers.
+            layer: int32 [], the layer's index in the matrices.
+            scheme: the matrix's format.
+
+        Returns:
+            [T, out] in the dtype of x; summed in float32, or in int32 for products of int8.
+        """
+        ...

@@ -21,8 +21,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.core.layer_configs import ActivationFormat, Scheme, WeightFormat
 from sgl_jax.kernels.pallas_tpu import product
-from sgl_jax.kernels.quantized_matmul.interface import QuantizedArrays
 from sgl_jax.kernels.quantized_matmul.numbers import (
+    QuantizedArrays,
     dequantized,
     quantize_activations,
     stored_scales,

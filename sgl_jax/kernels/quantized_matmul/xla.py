@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from sgl_jax.core.layer_configs import Scheme
-from sgl_jax.kernels.quantized_matmul.interface import QuantizedArrays
 from sgl_jax.kernels.quantized_matmul.numbers import (
+    QuantizedArrays,
     as_numbers,
     as_scales,
     dequantized,

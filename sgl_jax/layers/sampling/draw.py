@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from sgl_jax.layers.mesh_axes import any_over_data, join_shares, own_share
-from sgl_jax.layers.sampling.argmax import finite_rows
 from sgl_jax.layers.sampling.logprobs import LogprobArrays, no_logprobs, token_logprobs
+from sgl_jax.layers.sampling.race import finite_rows
 from sgl_jax.layers.sampling.row_params import SampledRows, unpack_row_params
 from sgl_jax.layers.sampling.sample import is_elaborate, sample_tokens
 from sgl_jax.layers.sampling.split_logits import SplitLogits

@@ -18,10 +18,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sgl_jax.layers.sampling.argmax import finite_rows, first_argmax
 from sgl_jax.layers.sampling.filters import keep_threshold
 from sgl_jax.layers.sampling.penalties import adjust_logits, largest_masked, needs_adjusting
-from sgl_jax.layers.sampling.race import pad_to_strips, race, split_strips
+from sgl_jax.layers.sampling.race import (
+    finite_rows,
+    first_argmax,
+    pad_to_strips,
+    race,
+    split_strips,
+)
 from sgl_jax.layers.sampling.row_params import RowParams, SampledRows
 
 BLOCK_ROWS = 16  # rows for which changed logits and noise are held at once

@@ -17,7 +17,7 @@ from sgl_jax.layers.mesh_axes import (
     pad_to_shares,
     split_rows_over_tensor,
 )
-from sgl_jax.layers.sampling.argmax import first_argmax
+from sgl_jax.layers.sampling.race import first_argmax
 
 
 class SplitLogits(NamedTuple):

@@ -18,6 +18,7 @@ import numpy as np
 
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.step_plan import BoolArray, Int32Array
+from sgl_jax.mem_cache.memory_view import CpuPoolView
 from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
 from sgl_jax.mem_cache.tree.radix_cache import RadixCache
 from sgl_jax.mem_cache.tree.tree_component import LeaseOffer
@@ -185,3 +186,18 @@ class CpuPool:
     def end_fetch(self, number: int) -> None:
         """Undo the lock of `begin_fetch` or `end_copy`."""
         self.cache.unlock(self.leaving.pop(number))
+
+    def views(self) -> list[CpuPoolView]:
+        return [
+            CpuPoolView(
+                total_blocks=allocator.num_pages,
+                free_blocks=allocator.num_free,
+                arriving_blocks=allocator.num_leased,
+                cached_blocks=allocator.num_tree,
+                leaving_blocks=num_leaving,
+                reserved_blocks=allocator.num_reserved,
+            )
+            for allocator, num_leaving in zip(
+                self.allocators, self.cache.num_protected, strict=True
+            )
+        ]

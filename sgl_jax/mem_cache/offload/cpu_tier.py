@@ -17,7 +17,6 @@ import numpy as np
 from sgl_jax.core.step_plan import BoolArray, Int32Array, PageTransfer
 from sgl_jax.core.transfers import TransferEnd, Transfers
 from sgl_jax.mem_cache.lease import KVLease, first_page_of
-from sgl_jax.mem_cache.memory_view import CpuPoolView
 from sgl_jax.mem_cache.offload.cpu_pool import CpuPool
 from sgl_jax.mem_cache.offload.load_prices import LoadPrices
 from sgl_jax.mem_cache.offload.remote_tier import RemoteTier
@@ -60,6 +59,7 @@ class CpuTier:
         prices: rates of fetches, and of loads from the store.
         blocks: the blocks and the prefixes in them.
         store: the next tier; None if there is none.
+        offers: prefixes that wait to be copied, oldest first.
         fetches: prefixes in transit to the device, by transfer number.
         num_copied_pages: pages of the first pool that were copied since the start.
         num_fetched_tokens, num_failed: tokens fetched and transfers failed since the start.
@@ -93,7 +93,7 @@ class CpuTier:
         self.store: RemoteTier | None = None
         if self._has_store:
             self.store = RemoteTier(self.blocks, memory.groups, self.prices, self._next_number)
-        self._offers: deque[SavedPrefix] = deque(maxlen=_MAX_OFFERS)
+        self.offers: deque[SavedPrefix] = deque(maxlen=_MAX_OFFERS)
         self._may_begin = False
         self._moves: dict[int, PageTransfer] = {}  # of copies, until they end
         self._begun: set[int] = set()  # fetches that the executor has begun
@@ -126,25 +126,25 @@ class CpuTier:
                 self._begin_copy(tokens, node.namespace)
 
     def _offer(self, tokens: Int32Array, namespace: str) -> None:
-        last = self._offers[-1] if self._offers else None
+        last = self.offers[-1] if self.offers else None
         if (
             last is not None
             and last.namespace == namespace
             and np.array_equal(last.tokens, tokens[: len(last.tokens)])
         ):
-            self._offers.pop()
-        self._offers.append(SavedPrefix(tokens.copy(), namespace))
+            self.offers.pop()
+        self.offers.append(SavedPrefix(tokens.copy(), namespace))
         self._may_begin = True
 
     def _begin_copies(self) -> None:
         """Copy offered prefixes. A prefix waits while a copy of its beginning is in flight."""
         self._may_begin = False  # until a copy ends, or another prefix is offered
-        for _ in range(len(self._offers)):
+        for _ in range(len(self.offers)):
             if self._has_many_leaving:
                 return
-            offer = self._offers.popleft()
+            offer = self.offers.popleft()
             if self._is_leaving(*offer):
-                self._offers.append(offer)
+                self.offers.append(offer)
             else:
                 self._begin_copy(*offer)
 
@@ -169,7 +169,7 @@ class CpuTier:
         tokens = tokens[:length]
         if self.store is not None:
             self.store.put_again(tokens, namespace)
-        pages = memory.cache.pages_to(node)[:, : length // memory.page_size]
+        pages = memory.cache.tree.pages_to(node)[:, : length // memory.page_size]
         is_offered = pages > 0
         for number, group in enumerate(memory.groups):
             if group.sliding_window is not None and not group.is_recurrent:
@@ -216,9 +216,6 @@ class CpuTier:
                 if shared > max(least, fetch.lease.kv_committed_len):
                     return fetch.lease.row, shared
         return None
-
-    def num_here(self, tokens: Int32Array, namespace: str) -> int:
-        return self.blocks.cache.peek(tokens, namespace)
 
     def begin_fetch(self, tokens: Int32Array, namespace: str) -> Fetch | None:
         """Fetch the longest prefix of `tokens` in CPU memory. Return None, changing only ages, if
@@ -294,10 +291,8 @@ class CpuTier:
             if copy.namespace == namespace and common_prefix_len(copy.tokens, tokens) >= num_shared:
                 self.blocks.give_up_copy(number)
         for number, fetch in self.fetches.items():
-            if (
-                fetch.lease.namespace == namespace
-                and common_prefix_len(fetch.tokens, tokens) >= num_shared
-            ):
+            is_shared = common_prefix_len(fetch.tokens, tokens) >= num_shared
+            if is_shared and fetch.lease.namespace == namespace:
                 self.fetches[number] = fetch._replace(is_wanted=False)
         self.blocks.cache.withdraw(tokens, namespace, length)
         if self.store is not None:
@@ -322,12 +317,8 @@ class CpuTier:
         return sum(fetch.num_tokens for fetch in self.fetches.values())
 
     @property
-    def num_waiting_copies(self) -> int:
-        return len(self._offers)
-
-    @property
     def is_moving_out(self) -> bool:
-        return bool(self._offers or self._moves or self.is_storing)
+        return bool(self.offers or self._moves or self.is_storing)
 
     @property
     def is_storing(self) -> bool:
@@ -336,7 +327,7 @@ class CpuTier:
     @property
     def has_work(self) -> bool:
         return bool(
-            (self._offers and self._may_begin)
+            (self.offers and self._may_begin)
             or any(self._begins)
             or (self.store is not None and self.store.has_work)
         )
@@ -389,20 +380,6 @@ class CpuTier:
         added = self.blocks.end_copy(move.number, succeeded=succeeded, lock_for=put)
         if store is not None and added.size:
             store.put(put, copy.tokens, copy.namespace, added)
-
-    def views(self) -> list[CpuPoolView]:
-        cache = self.blocks.cache
-        return [
-            CpuPoolView(
-                total_blocks=allocator.num_pages,
-                free_blocks=allocator.num_free,
-                arriving_blocks=allocator.num_leased,
-                cached_blocks=allocator.num_tree,
-                leaving_blocks=cache.num_protected[pool],
-                reserved_blocks=allocator.num_reserved,
-            )
-            for pool, allocator in enumerate(self.blocks.allocators)
-        ]
 
     # -- resets -----------------------------------------------------------------------------
 

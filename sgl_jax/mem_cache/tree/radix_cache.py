@@ -88,22 +88,16 @@ class RadixCache:
                 f"a prefix tree has at least one cache group and at most one without a window, got "
                 f"{[each.sliding_window for each in groups]}"
             )
-        self._num_groups = len(groups)
         self.allocators = allocators
         # Evict tokens by the policy of FULL's pool, or of the first pool.
         pool = groups[full_groups[0]].pool if full_groups else 0
-        policy = (
-            AdaptivePolicy(allocators[pool].num_pages, page_size)
-            if eviction_policy == "adaptive"
-            else EvictionPolicy()
-        )
-        self._full = (
-            FullComponent(
-                full_groups[0], groups[full_groups[0]], allocators[pool], page_size, policy
-            )
-            if full_groups
-            else BareTokens(0, CacheGroup(None, _IN_NO_POOL), allocators[0], page_size, policy)
-        )
+        policy = EvictionPolicy()
+        if eviction_policy == "adaptive":
+            policy = AdaptivePolicy(allocators[pool].num_pages, page_size)
+        number = full_groups[0] if full_groups else 0
+        group = groups[number] if full_groups else CacheGroup(None, _IN_NO_POOL)
+        kind = FullComponent if full_groups else BareTokens
+        self._full = kind(number, group, allocators[pool], page_size, policy)
         in_windows = [each for each in enumerate(groups) if each[0] not in full_groups]
         self._windows = tuple(
             WindowComponent(
@@ -130,11 +124,8 @@ class RadixCache:
     @property
     def num_protected(self) -> list[int]:
         """Return how many pages of each pool the cache holds and live leases have locked."""
-        if not self._windows:
-            return [self._full.num_protected]
-        components = self.tree.components
         return [
-            sum(each.num_protected for each in components if each.pool == pool)
+            sum(each.num_protected for each in self.tree.components if each.pool == pool)
             for pool in range(len(self.allocators))
         ]
 
@@ -172,7 +163,7 @@ class RadixCache:
         if tree.resumable is not None:
             length = tree.resumable.search(node, length, start)
         if length == 0:
-            return PrefixMatch(0, np.zeros((self._num_groups, 0), np.int32), None)
+            return PrefixMatch(0, np.zeros((tree.num_groups, 0), np.int32), None)
         # Read before the lock moves, since `start` may then merge with the next node.
         first = 0 if start is None else start.end // tree.page_size
         if start is not None and length == start.end:
@@ -189,7 +180,7 @@ class RadixCache:
                 tree.merge_path(node, start)
                 self._move_lock(start, node, first_pages)
             tree.settle()
-        pages = self._pages_behind(node, first)
+        pages = self.tree.pages_after(node, first)
         self.drop_unread(pages)
         return PrefixMatch(length, pages, node)
 
@@ -208,21 +199,18 @@ class RadixCache:
         """Return whether a child under `next_key` after `node` would be useful if accepted: a
         cursor's walk ends there without it, or another request has cached it by now."""
         parent = node or self.tree.root
-        if parent.is_withdrawn:
-            return False
         is_there = next_key in parent.children
-        return is_there or self.cursors.waiting_for(parent, next_key) is not None
+        is_awaited = is_there or self.cursors.waiting_for(parent, next_key) is not None
+        return is_awaited and not parent.is_withdrawn
 
     def awaited_lens(
         self, node: TreeNode | None, next_key: bytes | None, tokens: Int32Array, most: int
     ) -> list[int]:
         """Return how many of `tokens`, in whole pages, each of at most `most` cursors awaits after
         `node`. Their walks end there because the child under `next_key` is missing."""
-        parent = node or self.tree.root
+        parent, page_size = node or self.tree.root, self.tree.page_size
         return [
-            common_prefix_len(cursor.tokens[parent.end :], tokens)
-            // self.tree.page_size
-            * self.tree.page_size
+            common_prefix_len(cursor.tokens[parent.end :], tokens) // page_size * page_size
             for cursor in self.cursors.filed(parent, next_key, most)
         ]
 
@@ -251,7 +239,7 @@ class RadixCache:
         else:
             self._move_lock(start, node, offer.first_pages)
         self.tree.settle()  # some of the taken pages may be dead
-        return PrefixMatch(node.end, self._pages_behind(node, first), node)
+        return PrefixMatch(node.end, self.tree.pages_after(node, first), node)
 
     def _insert(self, tokens: Int32Array, offer: LeaseOffer, start: TreeNode) -> TreeNode:
         """Make `tokens` a path. Return its last node, not locked.
@@ -392,32 +380,6 @@ class RadixCache:
         self.tree.policy.clear()
         if self.tree.block_log is not None:
             self.tree.block_log.cleared()
-
-    # -- contents ---------------------------------------------------------------------------
-
-    def pages_to(self, node: TreeNode) -> Int32Array:
-        """Return the prefix's pages up to `node` in token order: int32[groups, n], 0 if absent."""
-        return self._pages_of(self.tree.path_to(node))
-
-    def _pages_behind(self, node: TreeNode, first: int) -> Int32Array:
-        nodes, step = [], node
-        while step.parent is not None and step.end > first * self.tree.page_size:
-            nodes.append(step)
-            step = step.parent
-        num_pages = node.end // self.tree.page_size - first
-        held = self._pages_of(nodes[::-1])
-        pages: Int32Array = held[:, held.shape[1] - num_pages :]
-        return pages
-
-    def _pages_of(self, nodes: Sequence[TreeNode]) -> Int32Array:
-        if not self._windows:
-            return self._full.pages_of(nodes)[None]
-        of_group = {window.group: window.pages_of(nodes) for window in self._windows}
-        rows = [of_group.get(group) for group in range(self._num_groups)]
-        pages: Int32Array = np.stack(
-            [self._full.pages_of(nodes) if row is None else row for row in rows]
-        )
-        return pages
 
     def nodes(self) -> Sequence[TreeNode]:
         return list(self.tree.nodes())

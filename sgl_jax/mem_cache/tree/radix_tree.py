@@ -51,6 +51,8 @@ class RadixTree:
         self.page_size = page_size
         self.full = full
         self.components: tuple[TreeComponent, ...] = (full, *windows)
+        self.num_groups = 1 + max(each.group for each in self.components)
+        self._windows = windows
         self.resumable: Resumable | None = None  # set before the root is created
         self.policy = policy
         self.clock = 0
@@ -73,6 +75,31 @@ class RadixTree:
             path.append(step)
             step = step.parent
         return path[::-1]
+
+    def pages_to(self, node: TreeNode) -> Int32Array:
+        """Return the prefix's pages up to `node` in token order: int32[groups, n], 0 if absent."""
+        return self._pages_of(self.path_to(node))
+
+    def pages_after(self, node: TreeNode, first: int) -> Int32Array:
+        """Return the prefix's pages from page `first` up to `node`: int32[groups, n]."""
+        nodes, step = [], node
+        while step.parent is not None and step.end > first * self.page_size:
+            nodes.append(step)
+            step = step.parent
+        num_pages = node.end // self.page_size - first
+        held = self._pages_of(nodes[::-1])
+        pages: Int32Array = held[:, held.shape[1] - num_pages :]
+        return pages
+
+    def _pages_of(self, nodes: Sequence[TreeNode]) -> Int32Array:
+        if not self._windows:
+            return self.full.pages_of(nodes)[None]
+        of_group = {window.group: window.pages_of(nodes) for window in self._windows}
+        rows = [of_group.get(group) for group in range(self.num_groups)]
+        pages: Int32Array = np.stack(
+            [self.full.pages_of(nodes) if row is None else row for row in rows]
+        )
+        return pages
 
     def nodes(self, top: TreeNode | None = None) -> Iterator[TreeNode]:
         """Iterate over all nodes but the root, or `top` and those below it, parents first."""

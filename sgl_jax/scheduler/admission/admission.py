@@ -172,7 +172,7 @@ class Admission:
         """Defer `request` until a rank has room, or a prefix is computed there."""
         if chosen.leader is not None:
             self._waiting.follow(request, chosen.dp_rank, *chosen.leader)
-            room.rank.keep_branch(*chosen.leader)
+            room.rank.prompts.keep_branch(*chosen.leader)
         cursor = self._waiting.cursors(request)[room.dp_rank]
         room.stay(room.rank.num_pages_needed(request, cursor))
 
@@ -199,7 +199,7 @@ class Admission:
             leader = room.in_flight.leader(request, cursor, num_read)
             if leader is not None:
                 self._waiting.follow(request, room.dp_rank, *leader)
-                room.rank.keep_branch(*leader)
+                room.rank.prompts.keep_branch(*leader)
                 return False
             found = room.preemption(request, cursor, threshold)
             if found is not None:

@@ -87,7 +87,7 @@ class InFlight:
         start = rank.memory.leases[row].cache_protected_len
         if min(running.known_len[row], running.score_start[row]) < start + self._page_size:
             return
-        key = rank.next_key(row)
+        key = rank.prompts.next_key(row)
         if key is None:
             return
         first = found.setdefault(key, row)

@@ -31,6 +31,7 @@ from sgl_jax.scheduler.waiting.queue_loops import (
     alike_lines,
     least_pages,
     order_keys,
+    places_of,
     reuse_order,
 )
 from sgl_jax.scheduler.waiting.waiting_columns import WaitingColumns
@@ -103,9 +104,9 @@ class AdmissionOrder:
         ranks = (offer.rooms["is_open"] | offer.may_preempt).nonzero()[0]
         least = self._least_pages(offer, ranks, step)
         preempts = self._find_preempting(ranks, least, preemptible, threshold)
-        turns, skip_count = self._tenants.turns(), columns.skip_count[:end]
+        turns, skip_count = self._tenants.turns(), columns.lines.skip_count[:end]
         if turns is not None and turns.is_lagging.any():
-            is_lagging = turns.is_lagging[columns.tenant[:end]]
+            is_lagging = turns.is_lagging[columns.lines.tenant[:end]]
             skip_count = np.where(is_lagging, self._max_skip_count, skip_count)
         keys = self._order_keys(least, turns, skip_count >= self._max_skip_count, levels)
         yield from self._try_in_order(keys, offer, ranks, least, preempts, skip_count)
@@ -133,8 +134,8 @@ class AdmissionOrder:
                 ranks,
                 least,
                 preempts,
-                columns.needs,
-                columns.tenant,
+                columns.lines.needs,
+                columns.lines.tenant,
                 offer.open_tenants,
                 skip_count,
                 self._max_skip_count,
@@ -178,41 +179,29 @@ class AdmissionOrder:
         start."""
         columns, end = self._columns, self._columns.end
         least: Int32Array = least_pages(
-            end,
-            ranks,
-            offer.rooms,
-            offer.open_tenants,
-            step,
-            columns.is_waiting,
-            columns.awaits_event,
-            columns.has_leader,
-            columns.stay_until,
-            columns.stay_rank,
-            columns.may_run,
-            columns.tenant,
-            columns.needs,
-            columns.cached_pages,
+            end, ranks, offer.rooms, offer.open_tenants, step, columns.lines
         )
         if self._tenants.limits_running:
-            least[:, self._tenants.is_full[columns.tenant[:end]]] = NEVER
+            least[:, self._tenants.is_full[columns.lines.tenant[:end]]] = NEVER
         return least
 
     def find(
         self, rooms: Rooms, ranks: IntpArray, pages: Int32Array, is_tried: BoolArray
     ) -> BoolArray:
         """Return which lines fit which of `ranks` in `rooms`, bool[len(ranks), lines]."""
+        needs = self._columns.lines.needs
         fits: BoolArray = find_fits(
-            rooms, ranks, pages, self._columns.needs, is_tried, self._lengths.chances, MOMENTS
+            rooms, ranks, pages, needs, is_tried, self._lengths.chances, MOMENTS
         )
         return fits
 
     def _alike(self, line: int) -> BoolArray:
         """Return, by line, whether a request continues with the same page as `line` after the
         cached part of its prefix, on the rank that `line` waits for."""
-        columns = self._columns
-        dp_rank = int(columns.stay_rank[line])
+        lines, end = self._columns.lines, self._columns.end
+        dp_rank = int(lines.stay_rank[line])
         above = self._memories[dp_rank].cache.cursors.columns.above
-        is_alike: BoolArray = alike_lines(line, columns.cursor[dp_rank, : columns.end], above)
+        is_alike: BoolArray = alike_lines(line, lines.cursor[dp_rank, :end], above)
         return is_alike
 
     def _find_preempting(
@@ -227,7 +216,7 @@ class AdmissionOrder:
         if not preemptible:
             return _NONE_PREEMPTS
         preempts = np.zeros(least.shape, np.bool_)
-        below = self._columns.priority[: least.shape[1]] - threshold
+        below = self._columns.lines.needs["priority"][: least.shape[1]] - threshold
         for k, dp_rank in enumerate(ranks.tolist()):
             at_rank = preemptible[dp_rank]
             at_rank.rooms["floor"], at_rank.rooms["is_open"] = NO_FLOOR, True
@@ -244,7 +233,8 @@ class AdmissionOrder:
         caches the numbers by place."""
         memory = self._memories[dp_rank]
         cursors = memory.cache.cursors
-        places = self._columns.places(dp_rank, lines, cursors.columns).tolist()
+        above, place = cursors.columns.above, cursors.columns.place
+        places = places_of(lines, self._columns.lines.cursor[dp_rank], above, place).tolist()
         for place in places:
             if place not in counted:
                 counted[place] = memory.in_use_len(cursors.nodes[place]) // memory.page_size
@@ -254,42 +244,22 @@ class AdmissionOrder:
         self, least: Int32Array, turns: Turns | None, is_starved: BoolArray, levels: Levels
     ) -> Int64Array:
         """Return int64[end], a sort key of each line for admission order."""
-        columns = self._columns
-        end = columns.end
-        tenant = columns.tenant[:end]
-        level, num_levels = levels.highest - columns.priority[:end], levels.number
-        turn = columns.no_turns[:end]
+        lines, end = self._columns.lines, self._columns.end
+        tenant = lines.tenant[:end]
+        level, num_levels = levels.highest - lines.needs["priority"][:end], levels.number
+        turn = lines.no_turns[:end]
         if turns is not None:
             level = level * NUM_LEVELS + turns.level[tenant]
             turn, num_levels = turns.order[tenant], num_levels * NUM_LEVELS
             if self.uses_cached_len:
-                turn = turn * NUM_REUSES + self._reuse_order()
+                # Shared prefixes are equal on every rank.
+                shared = self._memories[0].cache.cursors.columns
+                reuse = reuse_order(end, lines, shared.parent, shared.end_pages)
+                turn = turn * NUM_REUSES + reuse
         if num_levels > MOST_LEVELS:  # number the occurring levels
             level = np.unique(level, return_inverse=True)[1].astype(np.int64)
-        keys: Int64Array = order_keys(
-            least,
-            self.uses_cached_len,
-            level,
-            turn,
-            columns.is_retracted,
-            columns.most_cached,
-            is_starved,
-            columns.arrival,
-        )
+        keys: Int64Array = order_keys(least, self.uses_cached_len, level, turn, is_starved, lines)
         return keys
-
-    def _reuse_order(self) -> Int32Array:
-        columns, end = self._columns, self._columns.end
-        shared_prefixes = self._memories[0].cache.cursors.columns  # equal on every rank
-        order: Int32Array = reuse_order(
-            columns.is_waiting[:end],
-            columns.num_pages[:end],
-            columns.most_cached[:end],
-            columns.cursor[0, :end],
-            shared_prefixes.parent,
-            shared_prefixes.end_pages,
-        )
-        return order
 
 
 def _sorted_part(lines: IntpArray, keys: Int64Array, most: int) -> tuple[IntpArray, IntpArray]:

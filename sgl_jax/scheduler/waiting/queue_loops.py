@@ -8,7 +8,7 @@ import numpy as np
 from sgl_jax.core.compiled import compiled
 from sgl_jax.core.step_plan import BoolArray, Int32Array, IntpArray
 from sgl_jax.scheduler.forecast.fits import NEED, ROOM, Float64Array, Int64Array, Needs, Rooms
-from sgl_jax.scheduler.waiting.wait_reason import WaitKind
+from sgl_jax.scheduler.waiting.waiting_columns import NO_LINES, Lines
 
 _NEVER = np.iinfo(np.int32).max  # pages that no rank has
 _NO_RANK = -1
@@ -18,19 +18,8 @@ MOST_ARRIVALS, MOST_TURNS, MOST_CACHED, MOST_LEVELS = (
     (1 << bits) - 1 for bits in (_ARRIVAL_BITS, _TURN_BITS, _CACHED_BITS, _LEVEL_BITS)
 )
 LAST = np.iinfo(np.int64).max  # no order key
-# The reasons that `count_kinds` counts, in its order.
-COUNTED_KINDS: tuple[WaitKind, ...] = (
-    "tenant",
-    "prefix",
-    "fetch",
-    "store",
-    "rank",
-    "step",
-    "order",
-    "pages",
-    "rows",
-)
-_TENANT, _PREFIX, _FETCH, _STORE, _RANK, _STEP, _ORDER, _PAGES, _ROWS = range(len(COUNTED_KINDS))
+# Indices in `COUNTED_KINDS`.
+_TENANT, _PREFIX, _FETCH, _STORE, _RANK, _STEP, _ORDER, _PAGES, _ROWS = range(9)
 # Degrees of reuse: pages that other requests would read, per page that a request computes.
 NUM_REUSES = 32
 _REUSE_PAGES = 4
@@ -99,42 +88,35 @@ def most_cached(
             most[line] = max(most[line], cached[line] if may_run_here[line] else 0)
 
 
-@compiled("(boolean[::1], int32[:], int32[::1], int32[::1], int32[::1], int32[::1])")
-def reuse_order(
-    is_waiting: BoolArray,
-    num_pages: Int32Array,
-    most_cached: Int32Array,
-    cursor: Int32Array,
-    parent: Int32Array,
-    end_pages: Int32Array,
-) -> Int32Array:
+@compiled("(int64, lines, int32[::1], int32[::1])", lines=NO_LINES)
+def reuse_order(end: int, lines: Lines, parent: Int32Array, end_pages: Int32Array) -> Int32Array:
     """Rank lines by the pages that other waiting requests would read for each page that a line
     computes.
 
-    Returns int32[len(is_waiting)] below `NUM_REUSES`, 0 for the most pages. The first four
-    parameters are columns of the queue, with one rank's cursors; the last two are columns of these.
+    Returns int32[end] below `NUM_REUSES`, 0 for the most pages. `parent` and `end_pages` are
+    columns of the first rank's cursors.
     """
-    order = np.full(len(is_waiting), NUM_REUSES - 1, np.int32)
-    assert len(is_waiting) == len(num_pages) == len(most_cached) == len(cursor)
+    order, cursor = np.full(end, NUM_REUSES - 1, np.int32), lines.cursor[0]
+    assert end <= len(cursor)
     num_prompts = np.zeros(len(parent), np.int32)  # prompts that begin with each shared prefix
-    for line in range(len(is_waiting)):
-        if is_waiting[line]:
+    for line in range(end):
+        if lines.is_waiting[line]:
             number = cursor[line]
             while number >= 0:
                 assert number < len(parent)
                 num_prompts[number] += 1
                 number = parent[number]
-    for line in range(len(is_waiting)):
-        if not is_waiting[line]:
+    for line in range(end):
+        if not lines.is_waiting[line]:
             continue
-        cached, number, num_saved = most_cached[line], cursor[line], 0
+        cached, number, num_saved = lines.most_cached[line], cursor[line], 0
         while number >= 0 and end_pages[number] > cached:
             assert number < len(parent)
             above = parent[number]
             start = max(end_pages[above], cached) if above >= 0 else cached
             num_saved += (end_pages[number] - start) * (num_prompts[number] - 1)
             number = above
-        num_read = _REUSE_PAGES * num_saved // max(num_pages[line] - cached, 1)
+        num_read = _REUSE_PAGES * num_saved // max(lines.needs[line].pages - cached, 1)
         order[line] -= min(num_read, NUM_REUSES - 1)
     return order
 
@@ -156,10 +138,7 @@ def drop_leaders(
 
 
 @compiled(
-    "(int64, int64[::1], rooms[::1], boolean[:, ::1], int64, boolean[::1], boolean[::1], "
-    "boolean[::1], int64[::1], int32[::1], boolean[:, ::1], int32[::1], needs[::1], int32[:, ::1])",
-    rooms=ROOM,
-    needs=NEED,
+    "(int64, int64[::1], rooms[::1], boolean[:, ::1], int64, lines)", rooms=ROOM, lines=NO_LINES
 )
 def least_pages(
     end: int,
@@ -167,15 +146,7 @@ def least_pages(
     rooms: Rooms,
     open_tenants: BoolArray,
     step: int,
-    is_waiting: BoolArray,
-    awaits_event: BoolArray,
-    has_leader: BoolArray,
-    stay_until: Int64Array,
-    stay_rank: Int32Array,
-    may_run: BoolArray,
-    tenant: Int32Array,
-    needs: Needs,
-    cached_pages: Int32Array,
+    lines: Lines,
 ) -> Int32Array:
     """Return the minimum pages of each line on each of the `ranks`, int32[len(ranks), end].
 
@@ -186,27 +157,27 @@ def least_pages(
     Args:
         rooms: ROOM[all ranks]; a line deferred to a rank is tried once that is open.
         open_tenants: bool[all ranks, tenants], not bound by `ROOM.most_tokens`.
-        step: the step being planned. The following parameters are the queue's columns.
+        step: the step being planned.
     """
     least = np.empty((len(ranks), end), np.int32)
     num_pages, stays = np.empty(end, np.int32), np.empty(end, np.int32)
     num_tokens, priority = np.empty(end, np.int32), np.empty(end, np.int64)
-    assert end <= len(is_waiting)
-    assert end <= len(needs)
+    assert end <= len(lines.needs)
     assert len(rooms) == len(open_tenants)
     for line in range(end):
-        deferred_rank = stay_rank[line] if stay_until[line] > step else _NO_RANK
+        deferred_rank = lines.stay_rank[line] if lines.stay_until[line] > step else _NO_RANK
         assert deferred_rank < len(rooms)
-        is_tried = is_waiting[line] and not awaits_event[line] and not has_leader[line]
+        is_blocked = lines.awaits_event[line] or lines.has_leader[line]
+        is_tried = lines.is_waiting[line] and not is_blocked
         if deferred_rank != _NO_RANK and not rooms[deferred_rank].is_open:
             is_tried = False
-        need = needs[line]
+        need = lines.needs[line]
         num_pages[line] = need.pages if is_tried else _NEVER
         stays[line], priority[line], num_tokens[line] = deferred_rank, need.priority, need.tokens
     for k in range(len(ranks)):
         rank = ranks[k]
-        assert 0 <= rank < len(may_run)
-        own, may_run_here, cached = least[k], may_run[rank], cached_pages[rank]
+        assert 0 <= rank < len(lines.may_run)
+        own, may_run_here, cached = least[k], lines.may_run[rank], lines.cached_pages[rank]
         floor, is_open_tenant = rooms[rank].floor, open_tenants[rank]
         page_size, most = np.int32(rooms[rank].page_size), np.int32(rooms[rank].most_tokens)
         has_open_tenant = is_open_tenant.any()
@@ -217,18 +188,16 @@ def least_pages(
             may_take &= priority[line] > floor + 1 - (has_tokens | has_open_tenant)
             own[line] = num_pages[line] - cached[line] if may_take else _NEVER
         for line in range(end if has_open_tenant else 0):
-            assert 0 <= tenant[line] < len(is_open_tenant)
-            is_bound = priority[line] == floor + 1 and not is_open_tenant[tenant[line]]
+            tenant = lines.tenant[line]
+            assert 0 <= tenant < len(is_open_tenant)
+            is_bound = priority[line] == floor + 1 and not is_open_tenant[tenant]
             if is_bound and num_tokens[line] - cached[line] * page_size > most:
                 own[line] = _NEVER
     return least
 
 
 @compiled(
-    "(int64, int64[::1], int64[::1], boolean[:, ::1], int64, int64, int64, boolean[::1], "
-    "boolean[::1], boolean[::1], int64[::1], int32[::1], boolean[:, ::1], int32[::1], needs[::1], "
-    "int32[:, ::1], int32[::1])",
-    needs=NEED,
+    "(int64, int64[::1], int64[::1], boolean[:, ::1], int64, int64, int64, lines)", lines=NO_LINES
 )
 def has_short(
     end: int,
@@ -238,60 +207,45 @@ def has_short(
     priority: int,
     page_size: int,
     step: int,
-    is_waiting: BoolArray,
-    awaits_event: BoolArray,
-    has_leader: BoolArray,
-    stay_until: Int64Array,
-    stay_rank: Int32Array,
-    may_run: BoolArray,
-    tenant: Int32Array,
-    needs: Needs,
-    cached_pages: Int32Array,
-    most_cached: Int32Array,
+    lines: Lines,
 ) -> bool:
     """Return whether a line of `priority` may be tried on one of `ranks`: it has at most that
     rank's `most_tokens` tokens to compute there, or a tenant of that rank's `open_tenants`.
 
-    `open_tenants` is bool[len(ranks), tenants]; `step` and the following parameters are as in
-    `least_pages`, and `most_cached` is a column.
+    `open_tenants` is bool[len(ranks), tenants], and `step` the step being planned.
     """
-    assert end <= len(needs)
-    assert end <= len(most_cached)
+    assert end <= len(lines.needs)
     assert len(ranks) == len(most_tokens) == len(open_tenants)
     most, has_open_tenant = most_tokens.max(), open_tenants.any()
     for line in range(end):
-        need = needs[line]
-        if need.priority != priority or not is_waiting[line]:
+        need, tenant = lines.needs[line], lines.tenant[line]
+        if need.priority != priority or not lines.is_waiting[line]:
             continue
-        is_long = need.tokens - most_cached[line] * page_size > most  # on each rank
-        if awaits_event[line] or has_leader[line] or (is_long and not has_open_tenant):
+        is_long = need.tokens - lines.most_cached[line] * page_size > most  # on each rank
+        is_blocked = lines.awaits_event[line] or lines.has_leader[line]
+        if is_blocked or (is_long and not has_open_tenant):
             continue
-        assert 0 <= tenant[line] < open_tenants.shape[1]
+        assert 0 <= tenant < open_tenants.shape[1]
         for k in range(len(ranks)):
             rank = ranks[k]
-            assert 0 <= rank < len(may_run)
-            is_elsewhere = stay_until[line] > step and stay_rank[line] != rank
-            if is_elsewhere or not may_run[rank, line]:
+            assert 0 <= rank < len(lines.may_run)
+            is_elsewhere = lines.stay_until[line] > step and lines.stay_rank[line] != rank
+            if is_elsewhere or not lines.may_run[rank, line]:
                 continue
-            num_lacking = need.tokens - cached_pages[rank, line] * page_size
-            if num_lacking <= most_tokens[k] or open_tenants[k, tenant[line]]:
+            num_lacking = need.tokens - lines.cached_pages[rank, line] * page_size
+            if num_lacking <= most_tokens[k] or open_tenants[k, tenant]:
                 return True
     return False
 
 
-@compiled(
-    "(int32[:, ::1], boolean, int64[::1], int32[::1], boolean[::1], int32[::1], boolean[::1], "
-    "int64[::1])"
-)
+@compiled("(int32[:, ::1], boolean, int64[::1], int32[::1], boolean[::1], lines)", lines=NO_LINES)
 def order_keys(
     least: Int32Array,
     uses_cached_len: bool,
     level: Int64Array,
     turn: Int32Array,
-    is_retracted: BoolArray,
-    most_cached: Int32Array,
     is_starved: BoolArray,
-    arrival: Int64Array,
+    lines: Lines,
 ) -> Int64Array:
     """Return int64[end], sort keys in admission order; `LAST` if a line may start nowhere.
 
@@ -300,104 +254,93 @@ def order_keys(
         uses_cached_len: whether the longest cached prefix comes first.
         level: int64[end], 0 for the first level.
         turn: int32[end], the place of a line's tenant.
-        is_retracted, most_cached, arrival: columns of the queue.
         is_starved: bool[end].
     """
     num_ranks, end = least.shape
     keys = np.full(end, LAST, np.int64)
-    assert end == len(level) == len(turn) == len(is_starved) <= len(arrival)
-    assert end <= len(is_retracted)
-    assert end <= len(most_cached)
+    assert end == len(level) == len(turn) == len(is_starved) <= len(lines.arrival)
     first_arrival = LAST
     for k in range(num_ranks):
         for line in range(end):
             if least[k, line] < _NEVER:
                 keys[line] = 0
-                first_arrival = min(first_arrival, arrival[line])
+                first_arrival = min(first_arrival, lines.arrival[line])
     for line in range(end):
         if keys[line] == LAST:
             continue
         key = min(level[line], MOST_LEVELS) << 1
         key = (key + (not is_starved[line])) << 1
-        key = (key + (not is_retracted[line])) << _CACHED_BITS
+        key = (key + (not lines.is_retracted[line])) << _CACHED_BITS
         if uses_cached_len:
-            key += MOST_CACHED - min(most_cached[line], MOST_CACHED)
+            key += MOST_CACHED - min(lines.most_cached[line], MOST_CACHED)
         key = (key << _TURN_BITS) + min(turn[line], MOST_TURNS)
-        keys[line] = (key << _ARRIVAL_BITS) + min(arrival[line] - first_arrival, MOST_ARRIVALS)
+        num_before = min(lines.arrival[line] - first_arrival, MOST_ARRIVALS)
+        keys[line] = (key << _ARRIVAL_BITS) + num_before
     return keys
 
 
 @compiled(
-    "(int64, int64, int64, int32, boolean, float64, int64, int64, int64, boolean[::1], "
-    "boolean[::1], int64[::1], int64[:], int32[::1], int32[::1], int32[:], int32[::1], "
-    "float64[::1], int32[::1])"
+    "(int64, int64, boolean, int64, int64, boolean[::1], needs[::1], float64[::1], int64[::1], "
+    "int32[::1], int32[::1], boolean[::1], int32[::1], int32[::1])",
+    needs=NEED,
 )
 def pass_over(
     end: int,
     started: int,
-    started_priority: int,
-    started_tenant: int,
     was_due: bool,
-    started_service: float,
     num_free: int,
-    started_cached: int,
     max_skip_count: int,
     is_waiting: BoolArray,
-    may_run: BoolArray,
+    needs: Needs,
+    service: Float64Array,
     arrival: Int64Array,
-    priority: Int64Array,
     tenant: Int32Array,
     turns: Int32Array,
-    num_pages: Int32Array,
+    may_run: BoolArray,
     cached_pages: Int32Array,
-    service: Float64Array,
     skip_count: Int32Array,
 ) -> None:
     """Count a pass over each line below `end` that `may_run` there, is no less important, and comes
-    before arrival number `started`: by arrival or, for another tenant, by that tenant's place in
-    `turns`. If the started request was due, reset the passes over later lines.
+    before line `started`: by arrival or, for another tenant, by that tenant's place in `turns`. If
+    the started request was due, reset the passes over later lines.
 
     A line that lacked pages, since there were only `num_free`, has been passed over
     `max_skip_count` times when the requests before it have received as much service as it needs. A
-    started request with more cached pages (`started_cached`) always comes before it and counts
-    once. `service` is a column; `num_pages` and `cached_pages` are columns of that rank.
+    started request with more cached pages always comes before it and counts once. `may_run` and
+    `cached_pages` are columns of that rank.
     """
-    assert end <= len(is_waiting)
-    assert end <= len(service)
-    assert 0 <= started_tenant < len(turns)
+    assert 0 <= started < end <= len(needs)
+    assert 0 <= tenant[started] < len(turns)
+    started_turn, started_priority = turns[tenant[started]], needs[started].priority
     for line in range(end):
         if not may_run[line] or not is_waiting[line]:
             continue
         assert 0 <= tenant[line] < len(turns)
-        turn, started_turn = turns[tenant[line]], turns[started_tenant]
-        is_before = arrival[line] < started if turn == started_turn else turn < started_turn
-        if is_before and priority[line] >= started_priority:
-            num_passes, is_large = 1, num_pages[line] - cached_pages[line] > num_free
-            if is_large and started_cached <= cached_pages[line]:
-                part = min(started_service / service[line], 1.0)
+        turn, need = turns[tenant[line]], needs[line]
+        is_before = turn < started_turn
+        if turn == started_turn:
+            is_before = arrival[line] < arrival[started]
+        if is_before and need.priority >= started_priority:
+            num_passes, is_large = 1, need.pages - cached_pages[line] > num_free
+            if is_large and cached_pages[started] <= cached_pages[line]:
+                part = min(service[started] / service[line], 1.0)
                 num_passes = max(int(max_skip_count * part), 1)
             skip_count[line] = min(skip_count[line] + num_passes, max_skip_count)
-        elif was_due and not is_before and priority[line] <= started_priority:
+        elif was_due and not is_before and need.priority <= started_priority:
             skip_count[line] = 0
 
 
 @compiled(
-    "(int64, int64, boolean[::1], int32[::1], boolean[::1], boolean[::1], boolean[::1], "
-    "int32[:, ::1], boolean[::1], int64[::1], boolean[:, ::1], boolean[::1], boolean[:, ::1], "
-    "boolean[:, ::1])"
+    "(int64, int64, lines, boolean[::1], boolean[::1], boolean[::1], boolean[:, ::1], "
+    "boolean[:, ::1])",
+    lines=NO_LINES,
 )
 def count_kinds(
     end: int,
     step: int,
-    is_waiting: BoolArray,
-    tenant: Int32Array,
+    lines: Lines,
     is_full: BoolArray,
-    is_loading: BoolArray,
-    has_leader: BoolArray,
-    leader: Int32Array,
     is_fetching: BoolArray,
-    stay_until: Int64Array,
-    may_run: BoolArray,
     has_row: BoolArray,
     fits: BoolArray,
     fits_unheld: BoolArray,
@@ -405,28 +348,26 @@ def count_kinds(
     """Count the waiting lines below `end` by reason, int64[COUNTED_KINDS], when `step` is planned.
 
     `is_full` is indexed by tenant, `is_fetching` by joint row, `has_row` by rank, `fits` and
-    `fits_unheld`, without the ranks' holds, by rank and line. The other columns are indexed by
-    line; `is_loading` selects lines that wait for the store.
+    `fits_unheld`, without the ranks' holds, by rank and line.
     """
-    counts = np.zeros(len(COUNTED_KINDS), np.int64)
-    assert end <= len(is_waiting)
-    assert end <= len(is_loading)
+    counts = np.zeros(_ROWS + 1, np.int64)
+    assert end <= len(lines.needs)
     assert fits.shape == fits_unheld.shape == (len(has_row), end)
     for line in range(end):
-        if not is_waiting[line]:
+        if not lines.is_waiting[line]:
             continue
-        if is_full[tenant[line]]:
+        if is_full[lines.tenant[line]]:
             kind = _TENANT
-        elif is_loading[line]:
+        elif lines.awaits_event[line]:
             kind = _STORE
-        elif has_leader[line]:
-            kind = _FETCH if is_fetching[leader[line, 0]] else _PREFIX
-        elif stay_until[line] > step:
+        elif lines.has_leader[line]:
+            kind = _FETCH if is_fetching[lines.leader[line, 0]] else _PREFIX
+        elif lines.stay_until[line] > step:
             kind = _RANK
         else:
             kind = _ROWS
             for rank in range(len(has_row)):
-                if may_run[rank, line] and has_row[rank]:
+                if lines.may_run[rank, line] and has_row[rank]:
                     if fits[rank, line]:
                         kind = _STEP
                         break

@@ -1,21 +1,23 @@
 """The reason why a request waits."""
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 WaitKind = Literal[
-    "step",
-    "rows",
-    "pages",
+    "tenant",
     "prefix",
     "fetch",
     "store",
     "rank",
+    "step",
     "order",
-    "tenant",
+    "pages",
+    "rows",
     "grammar",
     "program",
     "paused",
 ]
+# The reasons that `count_kinds` counts, in its order: those of requests in the queue.
+COUNTED_KINDS: tuple[WaitKind, ...] = get_args(WaitKind)[:9]
 
 
 class WaitReason(NamedTuple):

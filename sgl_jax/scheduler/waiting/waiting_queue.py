@@ -17,18 +17,19 @@ from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
 from sgl_jax.scheduler.forecast.fits import NO_RANK, Rooms, hold, most_short, pages_short
 from sgl_jax.scheduler.forecast.output_lengths import MOMENTS, OutputLengths
 from sgl_jax.scheduler.preemption import Preemptible
-from sgl_jax.scheduler.priority_counts import PriorityCounts
 from sgl_jax.scheduler.request import Request
+from sgl_jax.scheduler.running_rows import PriorityCounts
 from sgl_jax.scheduler.tenants import Tenants
 from sgl_jax.scheduler.waiting.admission_order import AdmissionOrder, Levels, Offer
 from sgl_jax.scheduler.waiting.queue_loops import (
-    COUNTED_KINDS,
     count_kinds,
     drop_leaders,
     has_short,
+    most_cached,
     pass_over,
+    read_cursors,
 )
-from sgl_jax.scheduler.waiting.wait_reason import WaitKind
+from sgl_jax.scheduler.waiting.wait_reason import COUNTED_KINDS, WaitKind
 from sgl_jax.scheduler.waiting.waiting_columns import WaitingColumns
 
 # A request is due once this many later requests of its priority or a lower one started before it.
@@ -90,14 +91,14 @@ class WaitingQueue:
     @property
     def num_retracted(self) -> int:
         """Return the number of requests that ran before."""
-        columns, end = self._columns, self._columns.end
-        return int(np.count_nonzero(columns.is_waiting[:end] & columns.is_retracted[:end]))
+        lines, end = self._columns.lines, self._columns.end
+        return int(np.count_nonzero(lines.is_waiting[:end] & lines.is_retracted[:end]))
 
     # -- requests come and go -----------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        columns = self._columns
-        line = request.line = columns.take_line()
+        lines = self._columns.lines
+        line = request.line = self._columns.take_line()
         self._requests[request.rid] = self._by_line[line] = request
         tokens = request.matchable()
         cursors = []
@@ -108,30 +109,30 @@ class WaitingQueue:
             cursors.append(memory.cache.cursors.follow(tokens, request.namespace, known))
         self._cursors[line] = cursors
         self._note_need(request, line)
-        columns.cursor[:, line] = [cursor.number for cursor in cursors]
+        lines.cursor[:, line] = [cursor.number for cursor in cursors]
         pinned = request.message.dp_rank
-        columns.may_run[:, line] = pinned is None
+        lines.may_run[:, line] = pinned is None
         if pinned is not None:
-            columns.may_run[pinned, line] = True
+            lines.may_run[pinned, line] = True
         page_size = self._memories[0].page_size
-        columns.cached_pages[:, line] = [cursor.length // page_size for cursor in cursors]
-        columns.note_most_cached(line, line + 1)
-        columns.arrival[line] = request.arrival
+        lines.cached_pages[:, line] = [cursor.length // page_size for cursor in cursors]
+        self._note_most_cached(line, line + 1)
+        lines.arrival[line] = request.arrival
         self.priorities.add(request.priority)
         self.num_pinned[pinned] += 1
-        columns.tenant[line] = request.tenant
+        lines.tenant[line] = request.tenant
         self._tenants.queue(request.tenant, 1)
-        columns.is_retracted[line] = request.num_retractions > 0
-        columns.has_leader[line] = False
-        columns.stay_rank[line], columns.stay_until[line] = NO_RANK, 0
-        columns.awaits_event[line] = self._awaits_event(request)
+        lines.is_retracted[line] = request.num_retractions > 0
+        lines.has_leader[line] = False
+        lines.stay_rank[line], lines.stay_until[line] = NO_RANK, 0
+        lines.awaits_event[line] = self._awaits_event(request)
 
     def _note_need(self, request: Request, line: int) -> None:
         memory, num_tokens = self._memories[0], len(request.tokens)
         number = self._lengths.class_of(request)
         output_len, left_len = num_tokens - request.prompt_len, request.max_len - num_tokens
         bucket, expected = self._lengths.expected(number, output_len, left_len)
-        self._columns.needs[line] = (
+        self._columns.lines.needs[line] = (
             memory.request_pages(num_tokens + 1),
             memory.request_pages(request.max_len),
             num_tokens,
@@ -142,13 +143,13 @@ class WaitingQueue:
             request.priority,
         )
         num_steps = expected + num_tokens / memory.sizes.max_chunk_tokens
-        self._columns.service[line] = (num_tokens + expected / 2) * num_steps
+        self._columns.lines.service[line] = (num_tokens + expected / 2) * num_steps
 
     def note_event(self, rid: str) -> None:
         """Update whether the request `rid` waits for an event, after an event began or ended."""
         request = self._requests.get(rid)
         if request is not None:
-            self._columns.awaits_event[request.line] = self._awaits_event(request)
+            self._columns.lines.awaits_event[request.line] = self._awaits_event(request)
 
     def remove(self, request: Request) -> None:
         """Remove a waiting request; the caller starts or ends it."""
@@ -156,7 +157,7 @@ class WaitingQueue:
         del self._requests[request.rid], self._by_line[line]
         for memory, cursor in zip(self._memories, self._cursors.pop(line), strict=True):
             memory.cache.cursors.unfollow(cursor)
-        self.priorities.remove(int(self._columns.priority[line]))
+        self.priorities.remove(int(self._columns.lines.needs["priority"][line]))
         self.num_pinned[request.message.dp_rank] -= 1
         self._tenants.queue(request.tenant, -1)
         self._columns.free_line(line)
@@ -166,31 +167,24 @@ class WaitingQueue:
         passed over earlier, no less important requests there. If it was due, passes over later
         requests are counted from 0 again: so in a long queue, only one in `max_skip_count` starts
         because it is due."""
-        columns, service = self._columns, float(self._columns.service[request.line])
-        started_cached = int(columns.cached_pages[dp_rank, request.line])
-        was_due, turns = self.is_starved(request), self._tenants.turns()
-        self.remove(request)
+        lines, turns = self._columns.lines, self._tenants.turns()
         pass_over(
-            columns.end,
-            request.arrival,
-            request.priority,
-            request.tenant,
-            was_due,
-            service,
+            self._columns.end,
+            request.line,
+            self.is_starved(request),
             num_free,
-            started_cached,
             self._max_skip_count,
-            columns.is_waiting,
-            columns.may_run[dp_rank],
-            columns.arrival,
-            columns.priority,
-            columns.tenant,
-            columns.no_turns if turns is None else turns.order,
-            columns.num_pages,
-            columns.cached_pages[dp_rank],
-            columns.service,
-            columns.skip_count,
+            lines.is_waiting,
+            lines.needs,
+            lines.service,
+            lines.arrival,
+            lines.tenant,
+            lines.no_turns if turns is None else turns.order,
+            lines.may_run[dp_rank],
+            lines.cached_pages[dp_rank],
+            lines.skip_count,
         )
+        self.remove(request)
 
     def clear(self) -> None:
         """Remove all requests without a call to the ranks' trees, which may be broken."""
@@ -219,50 +213,47 @@ class WaitingQueue:
         turns = self._tenants.turns()
         if turns is not None and turns.is_lagging[request.tenant]:
             return True
-        return int(self._columns.skip_count[request.line]) >= self._max_skip_count
+        return int(self._columns.lines.skip_count[request.line]) >= self._max_skip_count
 
     def follow(self, request: Request, dp_rank: int, row: int, length: int) -> None:
         """Delay `request` until `row` has published `length` tokens, or its request has left."""
         row += self._memories[dp_rank].rows.first_row
-        self._columns.leader[request.line] = (row, self._tables.epoch[row], length)
-        self._columns.has_leader[request.line] = True
+        self._columns.lines.leader[request.line] = (row, self._tables.epoch[row], length)
+        self._columns.lines.has_leader[request.line] = True
         self.stay(request, dp_rank, until_step=0)
 
     def is_following(self, request: Request) -> bool:
         """Return whether `request` waits for a prefix (`follow`), or did before it started."""
-        return bool(self._columns.has_leader[request.line])
+        return bool(self._columns.lines.has_leader[request.line])
 
     def leader_of(self, request: Request) -> tuple[int, int] | None:
         """Return rank and row of the request that computes the awaited prefix; None without one."""
-        line = request.line
+        line, lines = request.line, self._columns.lines
         self._drop_leaders(slice(line, line + 1))
-        if not self._columns.has_leader[line]:
+        if not lines.has_leader[line]:
             return None
-        dp_rank, row = divmod(int(self._columns.leader[line, 0]), self._memories[0].rows.num_rows)
+        dp_rank, row = divmod(int(lines.leader[line, 0]), self._memories[0].rows.num_rows)
         return dp_rank, row
 
-    def _drop_leaders(self, lines: slice) -> None:
+    def _drop_leaders(self, which: slice) -> None:
         """Clear leaders that have computed the prefix, or have left."""
-        drop_leaders(
-            self._columns.has_leader[lines],
-            self._columns.leader[lines],
-            self._tables.epoch,
-            self._tables.cache_protected_len,
-        )
+        lines, tables = self._columns.lines, self._tables
+        has_leader, leader = lines.has_leader[which], lines.leader[which]
+        drop_leaders(has_leader, leader, tables.epoch, tables.cache_protected_len)
 
     def stay(self, request: Request, dp_rank: int, until_step: int) -> None:
         """Delay `request` until that rank has room or that step is planned."""
-        self._columns.stay_rank[request.line] = dp_rank
-        self._columns.stay_until[request.line] = until_step
+        self._columns.lines.stay_rank[request.line] = dp_rank
+        self._columns.lines.stay_until[request.line] = until_step
 
     def deferred_rank(self, request: Request) -> int | None:
         """Return the rank that it has waited for though another had room; None if it never did."""
-        dp_rank = int(self._columns.stay_rank[request.line])
+        dp_rank = int(self._columns.lines.stay_rank[request.line])
         return None if dp_rank == NO_RANK else dp_rank
 
     def is_staying(self, request: Request, step: int) -> bool:
         """Return whether it still waits for that rank when `step` is planned."""
-        return int(self._columns.stay_until[request.line]) > step
+        return int(self._columns.lines.stay_until[request.line]) > step
 
     # -- all requests -------------------------------------------------------------------------
 
@@ -288,9 +279,9 @@ class WaitingQueue:
 
     def num_uncached_tokens(self, request: Request, dp_rank: int) -> int:
         """Return the number of tokens of other waiting requests missing from the rank's cache."""
-        columns, lines = self._columns, slice(self._columns.end)
-        num_lacking = columns.num_lacking(dp_rank, lines, self._memories[dp_rank].page_size)
-        num_lacking *= columns.is_waiting[lines]
+        lines, end = self._columns.lines, self._columns.end
+        num_cached = lines.cached_pages[dp_rank, :end] * np.int32(self._memories[dp_rank].page_size)
+        num_lacking = (lines.needs["tokens"][:end] - num_cached) * lines.is_waiting[:end]
         own = num_lacking[request.line] if request.rid in self._requests else 0
         return int(num_lacking.sum() - own)
 
@@ -300,48 +291,31 @@ class WaitingQueue:
         """Return whether a request of the highest priority may be tried in `step` on one of
         `ranks`: it has at most that rank's `most_tokens` tokens to compute there, or a tenant of
         its `open_tenants`, bool[len(ranks), tenants]."""
-        columns = self._columns
         self._take_moves()
-        self._drop_leaders(slice(columns.end))
+        self._drop_leaders(slice(self._columns.end))
         found: bool = has_short(
-            columns.end,
+            self._columns.end,
             ranks,
             most_tokens,
             open_tenants,
             self.priorities.highest or 0,
             self._memories[0].page_size,
             step,
-            columns.is_waiting,
-            columns.awaits_event,
-            columns.has_leader,
-            columns.stay_until,
-            columns.stay_rank,
-            columns.may_run,
-            columns.tenant,
-            columns.needs,
-            columns.cached_pages,
-            columns.most_cached,
+            self._columns.lines,
         )
         return found
 
     def pages_short(self, request: Request, rooms: Rooms, dp_rank: int, num_pages: int) -> int:
         """Return the pages that `request` lacks on a rank if it takes `num_pages`; <= 0 if none."""
         self._note_chances()
-        short: int = pages_short(
-            rooms,
-            dp_rank,
-            self._columns.needs,
-            request.line,
-            num_pages,
-            self._lengths.chances,
-            MOMENTS,
-        )
+        needs, chances = self._columns.lines.needs, self._lengths.chances
+        short: int = pages_short(rooms, dp_rank, needs, request.line, num_pages, chances, MOMENTS)
         return short
 
     def most_short(self, request: Request, rooms: Rooms) -> list[int]:
         """Return `pages_short` on each rank if no running request uses the prefix of `request`."""
         self._note_chances()
-        needs, chances = self._columns.needs, self._lengths.chances
+        needs, chances = self._columns.lines.needs, self._lengths.chances
         short: list[int] = most_short(rooms, needs, request.line, chances, MOMENTS).tolist()
         return short
 
@@ -350,22 +324,14 @@ class WaitingQueue:
     ) -> None:
         """Record in `rooms` that a rank is held for `request`, for `num_pages` in `num_steps`."""
         self._note_chances()
-        hold(
-            rooms,
-            dp_rank,
-            self._columns.needs,
-            request.line,
-            num_pages,
-            num_steps,
-            self._lengths.chances,
-            MOMENTS,
-        )
+        needs, chances = self._columns.lines.needs, self._lengths.chances
+        hold(rooms, dp_rank, needs, request.line, num_pages, num_steps, chances, MOMENTS)
 
     def _note_chances(self) -> None:
         """Compute the chances of the requests' outputs, if output lengths were updated."""
         if self._num_updates != self._lengths.num_updates:
             self._num_updates = self._lengths.num_updates
-            needs = self._columns.needs[: self._columns.end]
+            needs = self._columns.lines.needs[: self._columns.end]
             classes, output_lens = needs["length_class"].copy(), needs["output_len"].copy()
             self._lengths.buckets(classes, output_lens)
 
@@ -383,29 +349,23 @@ class WaitingQueue:
         requests. `fetching` are joint rows of fetches from the host. A request counts under "step"
         if it would fit were all its cached pages in use.
         """
-        columns, end = self._columns, self._columns.end
+        lines, end = self._columns.lines, self._columns.end
         self._take_moves()
         self._note_chances()
         self._drop_leaders(slice(end))
         is_fetching = np.zeros(len(self._tables.epoch), np.bool_)
         is_fetching[list(fetching)] = True
-        least = columns.num_pages[:end] - columns.cached_pages[:, :end]
+        least = lines.needs["pages"][:end] - lines.cached_pages[:, :end]
         fits, fits_unheld = (
-            self._order.find(each, np.arange(len(has_row)), least, columns.is_waiting[:end])
+            self._order.find(each, np.arange(len(has_row)), least, lines.is_waiting[:end])
             for each in (held_rooms, rooms)
         )
         counts = count_kinds(
             end,
             step,
-            columns.is_waiting,
-            columns.tenant,
+            lines,
             self._tenants.is_full,
-            columns.awaits_event,
-            columns.has_leader,
-            columns.leader,
             is_fetching,
-            columns.stay_until,
-            columns.may_run,
             has_row,
             fits,
             fits_unheld,
@@ -414,10 +374,16 @@ class WaitingQueue:
 
     def _take_moves(self) -> None:
         """Copy changed cursors of the ranks' trees."""
+        lines, end = self._columns.lines, self._columns.end
         have_moved = [memory.cache.cursors.take_has_moved() for memory in self._memories]
         for dp_rank, has_moved in enumerate(have_moved):
             if has_moved:
                 cursors = self._memories[dp_rank].cache.cursors.columns
-                self._columns.read_cursors(dp_rank, cursors)
+                cursor, cached = lines.cursor[dp_rank, :end], lines.cached_pages[dp_rank, :end]
+                read_cursors(cursor, cursors.above, cursors.usable_pages, cached)
         if any(have_moved):
-            self._columns.note_most_cached(0, self._columns.end)
+            self._note_most_cached(0, end)
+
+    def _note_most_cached(self, start: int, end: int) -> None:
+        lines = self._columns.lines
+        most_cached(start, end, lines.may_run, lines.cached_pages, lines.most_cached)

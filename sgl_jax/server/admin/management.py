@@ -35,7 +35,7 @@ from sgl_jax.core.errors import (
 from sgl_jax.core.messages import GetState
 from sgl_jax.core.request_limits import check_between
 from sgl_jax.engine.front.health import EngineHealth
-from sgl_jax.metrics.engine_metrics import max_tokens, share, token_usage, used_tokens
+from sgl_jax.metrics.rank_state import max_tokens, share, token_usage, used_tokens
 from sgl_jax.server.admin.openapi import answers
 from sgl_jax.server.answer_stream import json_response
 from sgl_jax.server.errors import ApiError, error_body, error_response, to_api_error

@@ -398,17 +398,17 @@ def test_the_front_counts_what_the_engine_has_not_spoken_of(rig: Rig) -> None:
     with pytest.raises(QueueFullError):
         rig.start("hello")
     rig.step()
-    rig.front.check_room(MAX_QUEUED + MAX_RUNNING)
+    rig.front.pending.check_room(MAX_QUEUED + MAX_RUNNING)
     stream = rig.start("hello")
     with pytest.raises(QueueFullError):
-        rig.front.check_room(MAX_QUEUED + MAX_RUNNING)
+        rig.front.pending.check_room(MAX_QUEUED + MAX_RUNNING)
     rig.front.abandon(stream)
 
 
 def test_more_requests_than_the_engine_ever_takes_are_a_fault_of_the_client(rig: Rig) -> None:
     most = MAX_QUEUED + MAX_RUNNING
     with pytest.raises(InvalidRequestError, match=f"at most {most}, got {most + 1}"):
-        rig.front.check_room(most + 1)
+        rig.front.pending.check_room(most + 1)
 
 
 def test_an_engine_that_does_not_answer_is_asked_only_so_much(rig: Rig) -> None:

@@ -9,8 +9,7 @@ from sgl_jax.core.engine_messages import EngineInfo
 from sgl_jax.core.errors import StepsFailedError
 from sgl_jax.core.messages import FrontMessage, GenerateRequest
 from sgl_jax.core.sampling_params import SamplingParams
-from sgl_jax.engine.loop import core as core_module
-from sgl_jax.engine.loop import step_log
+from sgl_jax.engine.loop import step_log, step_pipeline
 from sgl_jax.engine.loop.step_log import StepFailures
 from sgl_jax.scheduler.events import GrammarReady
 from tests.engine.scripted_channel import ScriptedChannel
@@ -71,7 +70,7 @@ def test_failed_draws_count_as_failed_steps(rig: Rig, monkeypatch: pytest.Monkey
             rig.core.scheduler.handle(GrammarReady(message.rid))
 
     monkeypatch.setattr(rig.core._grammars, "begin", begin)
-    monkeypatch.setattr(core_module, "step_masks", lambda *_: [])
+    monkeypatch.setattr(step_pipeline, "step_masks", lambda *_: [])
     sampling = SamplingParams(max_new_tokens=2, temperature=0.0, regex="[0-9]+")
     message = GenerateRequest(rid="masked", input_ids=[3, 4], sampling=sampling)
 

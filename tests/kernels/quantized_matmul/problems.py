@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 
 from sgl_jax.core.layer_configs import GREATEST
-from sgl_jax.kernels.quantized_matmul.interface import QuantizedArrays
+from sgl_jax.kernels.quantized_matmul.numbers import QuantizedArrays
 
 LAYERS, LAYER = 2, 1
 TYPES = {

@@ -13,7 +13,7 @@ from jax.experimental.pallas.tpu import force_tpu_interpret_mode
 
 from sgl_jax.core.layer_configs import GREATEST, Scheme
 from sgl_jax.kernels.quantized_matmul import tpu
-from sgl_jax.kernels.quantized_matmul.interface import QuantizedArrays
+from sgl_jax.kernels.quantized_matmul.numbers import QuantizedArrays
 from sgl_jax.kernels.quantized_matmul.tpu import Blocks, choose_blocks
 from tests.kernels.quantized_matmul.problems import TYPES, numbers, rounded
 from tests.kernels.simulation import MODES, assert_close, simulate

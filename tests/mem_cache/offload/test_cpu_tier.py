@@ -69,7 +69,7 @@ class Rank:
         audit_cpu_tier(self.tier)
 
     def num_here(self, tokens: Int32Array, namespace: str = "") -> int:
-        return self.tier.num_here(tokens, namespace)
+        return self.tier.blocks.cache.peek(tokens, namespace)
 
 
 def test_a_prefix_goes_out_and_comes_back() -> None:
@@ -154,7 +154,7 @@ def test_a_copy_that_fails_leaves_nothing() -> None:
     rank.publish(tokens)
     rank.end_all(rank.take(), succeeded=False)
     assert rank.num_here(tokens) == 0
-    assert rank.tier.views()[0].free_blocks == rank.tier.views()[0].total_blocks - 1
+    assert rank.tier.blocks.views()[0].free_blocks == rank.tier.blocks.views()[0].total_blocks - 1
     assert rank.tier.num_failed == 1
 
 
@@ -308,7 +308,9 @@ def test_transfers_from_before_a_reset_of_the_device_are_ignored() -> None:
     rank.tier.reset()
     rank.tier.forget()
     for _ in range(2):
-        assert rank.tier.views()[0].free_blocks == rank.tier.views()[0].total_blocks - 1
+        assert (
+            rank.tier.blocks.views()[0].free_blocks == rank.tier.blocks.views()[0].total_blocks - 1
+        )
         rank.end_all(out)
 
 

@@ -91,7 +91,7 @@ class HostRun:
     def check_tree(self, cache: RadixCache, contents: list[NDArray[np.uint64]]) -> None:
         for node in cache.nodes():
             tokens = np.concatenate([step.key for step in cache.tree.path_to(node)])
-            pages = cache.pages_to(node)
+            pages = cache.tree.pages_to(node)
             for number, group in enumerate(self.memory.groups):
                 is_there = pages[number] > 0
                 expected = self.contents(tokens, node.namespace, number)
@@ -169,7 +169,7 @@ class HostRun:
         tokens, namespace = self.prompt()
         if self.tier.store is not None:
             self.num_searched += 1
-            num_here = self.tier.num_here(tokens, namespace)
+            num_here = self.tier.blocks.cache.peek(tokens, namespace)
             waiter = Waiter(f"r{self.num_searched}", num_here, len(tokens), 0)
             self.tier.store.search(waiter, tokens, namespace, num_here)
 
@@ -253,7 +253,7 @@ class HostRun:
                 break
             self.move()
         self.check_all()
-        for view in self.tier.views():
+        for view in self.tier.blocks.views():
             assert view.arriving_blocks == view.leaving_blocks == 0
         assert not self.tier.blocks.copies
         assert not self.tier.blocks.leaving
@@ -261,7 +261,7 @@ class HostRun:
         self.count()
         self.tier.reset()
         self.memory.cache.reset()
-        for view in self.tier.views():
+        for view in self.tier.blocks.views():
             assert view.free_blocks + view.reserved_blocks == view.total_blocks
 
     def count(self) -> None:

@@ -104,11 +104,11 @@ def test_a_snapshot_before_a_copy_in_flight_that_the_host_lacks_is_copied() -> N
     replay.end_transfers()
     on_host = tier.blocks.cache.num_evictable[1]
     assert tier.blocks.cache.evict(on_host - 1, 1) == on_host - 1
-    assert tier.num_here(tokens, "") == 96, "only the last snapshot is left"
+    assert tier.blocks.cache.peek(tokens, "") == 96, "only the last snapshot is left"
     tier.before_eviction(node, 160)
     tier.before_eviction(node, 64)
     replay.end_transfers()
-    assert tier.num_here(tokens[:65], "") == 64
+    assert tier.blocks.cache.peek(tokens[:65], "") == 64
 
 
 class SlowReplay(HostReplay):

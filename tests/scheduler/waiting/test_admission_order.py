@@ -7,6 +7,7 @@ from sgl_jax.core.step_plan import BoolArray
 from sgl_jax.scheduler.forecast.fits import NEVER, Int64Array
 from sgl_jax.scheduler.waiting.admission_order import _sorted_part
 from sgl_jax.scheduler.waiting.queue_loops import LAST, MOST_ARRIVALS, order_keys
+from sgl_jax.scheduler.waiting.waiting_columns import Lines
 from tests.scheduler.waiting.test_waiting_queue import Queue
 
 # Around the size of the first part, 64, which is sorted by itself.
@@ -46,7 +47,7 @@ def test_one_that_fits_is_found_behind_many_that_do_not_as_is_one_that_is_due() 
         queue.add(arrival, 32, priority=1)
     for arrival in (100, 101, 102):
         queue.add(arrival, 32 if arrival == 101 else 0)
-    queue.waiting._columns.skip_count[queue.waiting._requests["r101"].line] = 2**30
+    queue.waiting._columns.lines.skip_count[queue.waiting._requests["r101"].line] = 2**30
     tried = queue.waiting.candidates(queue.offer(3), 0, [], 0)
     found = [(request.arrival, may_start) for request, may_start in tried]
     assert found == [(101, False), (100, True), (102, True)]
@@ -58,7 +59,8 @@ def test_one_that_fits_is_found_behind_many_that_do_not_as_is_one_that_is_due() 
 def keys_of(arrivals: list[int], may_start: BoolArray | None = None) -> Int64Array:
     """The keys of requests that differ by their arrivals alone."""
     count = len(arrivals)
-    least = np.ones((1, count), np.int32)
+    least, lines = np.ones((1, count), np.int32), Lines.empty(1, count)
+    lines.arrival[:] = arrivals
     if may_start is not None:
         least[0, ~may_start] = NEVER
     keys: Int64Array = order_keys(
@@ -67,9 +69,7 @@ def keys_of(arrivals: list[int], may_start: BoolArray | None = None) -> Int64Arr
         np.zeros(count, np.int64),
         np.zeros(count, np.int32),
         np.zeros(count, np.bool_),
-        np.zeros(count, np.int32),
-        np.zeros(count, np.bool_),
-        np.array(arrivals, np.int64),
+        lines,
     )
     return keys
 

@@ -17,6 +17,7 @@ from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.tenants import MAX_TENANTS
 from sgl_jax.scheduler.waiting.admission_order import Offer, _sorted_part
 from sgl_jax.scheduler.waiting.queue_loops import LAST, MOST_ARRIVALS, order_keys
+from sgl_jax.scheduler.waiting.waiting_columns import Lines
 from sgl_jax.scheduler.waiting.waiting_queue import MAX_SKIP_COUNT, WaitingQueue
 from tests.scheduler.driver import make_sizes
 from tests.scheduler.liveness import due_of
@@ -275,9 +276,10 @@ def test_lines_with_equal_keys_are_tried_in_their_order(num_equal: int) -> None:
 
 def test_more_requests_wait_than_a_key_tells_apart() -> None:
     end = MOST_ARRIVALS + 2
-    arrival, zeros = np.arange(end), np.zeros(end, np.int32)
+    lines, zeros = Lines.empty(1, end), np.zeros(end, np.int32)
+    lines.arrival[:] = np.arange(end)
     no, least = np.zeros(end, np.bool_), np.zeros((1, end), np.int32)
-    keys = order_keys(least, False, zeros.astype(np.int64), zeros, no, zeros, no, arrival)
+    keys = order_keys(least, False, zeros.astype(np.int64), zeros, no, lines)
     assert (np.diff(keys[:-1]) > 0).all()
     assert keys[-1] == keys[-2]
 
@@ -425,7 +427,7 @@ def test_a_request_that_lacks_pages_is_due_by_the_service_that_later_ones_receiv
     queue = Queue("fcfs", cached_len=0)
     tokens = [49] * 37
     oldest = queue.add(0, tokens=tokens)
-    service = queue.waiting._columns.service
+    service = queue.waiting._columns.lines.service
     needed = float(service[oldest.line])
     for number in range(1, MAX_SKIP_COUNT):
         request = queue.add(number, tokens=tokens[:num_tokens])

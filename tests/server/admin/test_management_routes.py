@@ -88,7 +88,7 @@ async def test_an_engine_that_gives_others_no_token_is_probed(
 async def test_a_full_queue_does_not_refuse_the_probe(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rig.front, "_max_queued", -MAX_RUNNING)
+    monkeypatch.setattr(rig.front.pending, "_max_queued", -MAX_RUNNING)
     refused = await rig.http.post("/generate", json={"text": "a"})
     assert refused.status_code in (400, 503)
     assert (await rig.http.get("/health_generate")).status_code == 200

@@ -1,0 +1,109 @@
+"""The order in which an engine's programs are compiled, and the shapes that steps may use so far.
+
+With `--warmup staged` two programs are compiled before the server is ready: that of a full decode
+batch, and the largest, which holds every step. A step is padded to the smallest shape that has a
+program. The other programs follow in the background, those that save most first, and then those of
+masked steps.
+"""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+from sgl_jax.core.progress import Progress
+from sgl_jax.core.step_plan import StepPlan
+from sgl_jax.executor.buckets import Bucket, Buckets
+from sgl_jax.executor.compile_watch import BackgroundCompilation, CompileWatch
+from sgl_jax.executor.programs import Programs
+
+logger = logging.getLogger(__name__)
+
+
+class CompileStages:
+    """Compiles the programs of `buckets` as the resolved `--warmup` says."""
+
+    def __init__(
+        self,
+        programs: Programs,
+        buckets: Buckets,
+        warmup: str,
+        watch: CompileWatch,
+        progress: Progress,
+    ) -> None:
+        self.warmup = warmup
+        self._programs = programs
+        self.buckets = buckets
+        self._watch, self._progress = watch, progress
+        # The shapes with programs: of steps, and of masked steps.
+        self._ready = self._ready_masked = buckets
+        self._background: BackgroundCompilation | None = None
+        self._num_needed = 0  # of its jobs, before masked steps may be launched
+
+    def compile_first(self) -> tuple[Bucket, ...]:
+        """Compile the programs of the first stage, and return their shapes."""
+        more: tuple[Callable[[Bucket], object], ...] = ()
+        if self.warmup == "staged":
+            self._ready = self.buckets._replace(all=self.buckets.first)
+            self._ready_masked = self.buckets._replace(all=())
+        else:
+            is_all = self.warmup == "all"
+            more = (self._programs.halves if is_all else self._programs.trace_halves,)
+        self._programs.compile_all(self._ready.all, self._progress, *more)
+        return self._ready.all
+
+    def start_background(self) -> bool:
+        """Start compiling the other programs; return False if there are none."""
+        if self.warmup not in ("plain", "staged"):
+            return False
+        rest = self.buckets.by_saving() if self.warmup == "staged" else []
+        masked = [*self.buckets.first, *self.buckets.by_saving()]
+        jobs = [partial(self._add_step, bucket) for bucket in rest]
+        jobs += [partial(self._add_masked, bucket) for bucket in masked]
+        # The hosts of a group have to use the same programs, so they wait for all.
+        is_staged = self.warmup == "staged"
+        self._num_needed = len(self.buckets.all) if is_staged else len(jobs)
+        self._background = BackgroundCompilation(jobs, self._watch, self._progress)
+        return True
+
+    @property
+    def is_done(self) -> bool:
+        """Return whether background compilation has ended."""
+        return self._background is None or self._background.is_done
+
+    def background_end(self) -> str | None:
+        """Return "" if masked steps may be launched, the error if their programs failed to compile,
+        and None before."""
+        background = self._background
+        if background is None:
+            return None
+        if background.is_done or background.num_done >= self._num_needed:
+            return background.error or ""
+        return None
+
+    def bucket_of(self, plan: StepPlan) -> Bucket:
+        """Return the smallest shape that holds `plan`, of those with programs."""
+        ready = self._ready_masked if plan.is_masked else self._ready
+        tokens = max(int(rank.q_lens.sum()) for rank in plan.ranks)
+        return ready.smallest(tokens, max(len(rank.rows) for rank in plan.ranks))
+
+    def close(self) -> None:
+        """Start no further compilation."""
+        if self._background is not None:
+            self._background.close()
+
+    def _add_step(self, bucket: Bucket) -> None:
+        """Compile a shape's step, and let steps use it from now on."""
+        try:
+            self._programs.step(bucket)
+        except Exception:  # of the compiler, or out of memory
+            logger.exception("the program of %s failed to compile; larger ones are used", bucket)
+            return
+        self._ready = self._with(self._ready, bucket)
+
+    def _add_masked(self, bucket: Bucket) -> None:
+        self._programs.halves(bucket)
+        self._ready_masked = self._with(self._ready_masked, bucket)
+
+    def _with(self, ready: Buckets, bucket: Bucket) -> Buckets:
+        own = tuple(each for each in self.buckets.all if each == bucket or each in ready.all)
+        return ready._replace(all=own)
