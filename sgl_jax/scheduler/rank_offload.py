@@ -206,6 +206,6 @@ class RankOffload:
             "host_copied_pages": tier.num_copied_pages if tier else 0,
             "host_fetched_tokens": tier.num_fetched_tokens if tier else 0,
             "host_failed_transfers": tier.num_failed if tier else 0,
-            "store_put_blocks": store.num_put_blocks if store else 0,
+            "store_put_blocks": store.writes.num_blocks if store else 0,
             "store_loaded_tokens": store.num_loaded_tokens if store else 0,
         }

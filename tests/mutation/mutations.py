@@ -18,6 +18,7 @@ class Mutation(NamedTuple):
 
 _RELEASE = "sgl_jax/mem_cache/release.py"
 _PROMPTS = "sgl_jax/scheduler/running_prompts.py"
+_WRITES = "sgl_jax/mem_cache/offload/store_writes.py"
 _MEMORY = "sgl_jax/mem_cache/rank_memory.py"
 _ALLOCATOR = "sgl_jax/mem_cache/pages/page_allocator.py"
 _ROWS = "sgl_jax/mem_cache/pages/req_to_token_pool.py"
@@ -3302,8 +3303,8 @@ MUTATIONS = (
     Mutation(
         "host: keep the host's prefixes over a flush",
         _TIER,
-        "            self.store.drop_puts()\n        self.blocks.reset()\n",
-        "            self.store.drop_puts()\n",
+        "            self.store.drop_writes()\n        self.blocks.reset()\n",
+        "            self.store.drop_writes()\n",
     ),
     Mutation(
         "host: know transfers from before a reset",
@@ -3367,19 +3368,19 @@ MUTATIONS = (
     ),
     Mutation(
         "store: keep the lock after a put",
-        _STORE,
-        "            self._blocks.end_fetch(number)\n        elif",
-        "        elif",
+        _WRITES,
+        "write.pages)\n        self._blocks.end_fetch(number)\n",
+        "write.pages)\n",
     ),
     Mutation(
         "store: never put again what has failed",
-        _STORE,
-        "            else:\n                _add_keys(self._left_out, put.pages)\n",
+        _WRITES,
+        "        else:\n            add_keys(self._left_out, write.pages)\n",
         "",
     ),
     Mutation(
         "store: keep the lock of pages that are not put again",
-        _STORE,
+        _WRITES,
         "            self._blocks.end_fetch(number)\n            return\n",
         "            return\n",
     ),
@@ -3391,7 +3392,7 @@ MUTATIONS = (
     ),
     Mutation(
         "store: put the pages under the keys of the first ones",
-        _STORE,
+        _WRITES,
         "keys[:, keys.shape[1] - values.shape[1] :]",
         "keys[:, : values.shape[1]]",
     ),

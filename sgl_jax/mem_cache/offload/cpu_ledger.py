@@ -41,7 +41,7 @@ def check_cpu_balance(tier: CpuTier) -> None:
             f"copies and fetches have locked {num_tokens} tokens {len(nodes)} times, the tree gave "
             f"{cache.num_locks} locks on {cache.num_locked_tokens} tokens",
         )
-    running = set(tier.fetches) | (tier.store.puts if tier.store else set())
+    running = set(tier.fetches) | (set(tier.store.writes.in_flight) if tier.store else set())
     if set(blocks.leaving) != running:
         raise _error(blocks, f"fetches and puts {running} run, {set(blocks.leaving)} have locks")
 

@@ -167,8 +167,8 @@ class CpuTier:
         if length == 0:
             return
         tokens = tokens[:length]
-        if self.store is not None:
-            self.store.put_again(tokens, namespace)
+        if self.store is not None and not self.store.is_suspended:
+            self.store.writes.begin_left_out(tokens, namespace)
         pages = memory.cache.tree.pages_to(node)[:, : length // memory.page_size]
         is_offered = pages > 0
         for number, group in enumerate(memory.groups):
@@ -322,7 +322,7 @@ class CpuTier:
 
     @property
     def is_storing(self) -> bool:
-        return self.store is not None and bool(self.store.puts)
+        return self.store is not None and bool(self.store.writes.in_flight)
 
     @property
     def has_work(self) -> bool:
@@ -375,11 +375,11 @@ class CpuTier:
     def _end_copy(self, move: PageTransfer, *, succeeded: bool) -> None:
         """Keep a copied prefix, and write its new pages to the store."""
         store, copy = self.store, self.blocks.copies[move.number]
-        may_put = store is not None and store.can_put(sum(map(len, move.blocks)))
-        put = self._next_number() if may_put else None
+        may_write = store is not None and store.may_write(sum(map(len, move.blocks)))
+        put = self._next_number() if may_write else None
         added = self.blocks.end_copy(move.number, succeeded=succeeded, lock_for=put)
         if store is not None and added.size:
-            store.put(put, copy.tokens, copy.namespace, added)
+            store.writes.begin(put, copy.tokens, copy.namespace, added)
 
     # -- resets -----------------------------------------------------------------------------
 
@@ -387,7 +387,7 @@ class CpuTier:
         """Drop all prefixes; transfers in flight end as if they had failed. No write may run."""
         self.drop_fetches()
         if self.store is not None:
-            self.store.drop_puts()
+            self.store.drop_writes()
         self.blocks.reset()
 
     def forget(self) -> None:

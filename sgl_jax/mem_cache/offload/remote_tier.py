@@ -1,16 +1,15 @@
 """Moves prefixes between a rank's blocks in CPU memory and the store.
 
-Out: each prefix that CPU memory gains is written to the store, and stays locked until then. In:
-when a request arrives, the store looks up the request's pages that neither the device nor CPU
-memory has. The found pages are *loaded* into blocks, and their prefix is then cached like any
-other. A request may wait for that (`pending`).
+Out: each prefix that CPU memory gains is written to the store (`store_writes.py`). In: when a
+request arrives, the store looks up the request's pages that neither the device nor CPU memory has.
+The found pages are *loaded* into blocks, and their prefix is then cached like any other. A request
+may wait for that (`pending`).
 
 A key of the store depends on all tokens up to a page's end, so no lookup needs a tree.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -22,13 +21,9 @@ from sgl_jax.mem_cache.offload.content_keys import ContentKeys
 from sgl_jax.mem_cache.offload.cpu_pool import CpuPool
 from sgl_jax.mem_cache.offload.load_prices import LoadPrices, PrefixElsewhere
 from sgl_jax.mem_cache.offload.saved_prefixes import SavedPrefix
+from sgl_jax.mem_cache.offload.store_writes import StoreWrites, add_keys, store_transfer
 from sgl_jax.mem_cache.tree.window_component import lookback_pages
 
-# Maximum blocks being written to the store. Further prefixes are written when they are offered to
-# CPU memory again.
-_MAX_PUT_BLOCKS = 4096
-# Maximum pages that wait for that, and maximum withdrawn pages.
-_MAX_LISTED_PAGES = 1 << 16
 # Begin one in this many loads that computing would beat, to keep the measured rate of the store
 # current. No request waits for it.
 _MEASURED_REFUSALS = 16
@@ -57,19 +52,6 @@ class _Load(NamedTuple):
     is_load: bool = False
 
 
-class _Put(NamedTuple):
-    num_blocks: int
-    pages: Keys  # keys of the first layer group
-
-
-class _Begins(NamedTuple):
-    """The last fields of `Transfers`: moves that the next `take` returns."""
-
-    searches: list[StoreTransfer]
-    loads: list[StoreTransfer]
-    puts: list[StoreTransfer]
-
-
 class _Dependent(NamedTuple):
     """A request that waits for another request's lookup or load."""
 
@@ -83,7 +65,8 @@ class RemoteTier:
 
     Attributes:
         pending: ids of requests with a pending lookup or load.
-        num_loaded_tokens, num_put_blocks: tokens loaded and blocks written since the start.
+        writes: the blocks that are written to the store.
+        num_loaded_tokens: tokens loaded since the start.
         is_suspended: whether the store does not respond. Then no lookup or write begins.
         withdrawn: keys of pages, oldest first. Their values in the store may not be finite, so no
             load reads them.
@@ -113,109 +96,60 @@ class RemoteTier:
         self.pending: set[str] = set()
         self._released: list[str] = []  # ids removed from `pending` since the last take
         self.num_loaded_tokens = 0
-        self.num_put_blocks = 0
         self.is_suspended = False
         self._moving: dict[int, _Load] = {}  # lookups and loads, by transfer number
         self._under_way: dict[bytes, int] = {}  # the same, by the key of their first page
         # By transfer number.
         self._dependents: defaultdict[int, list[_Dependent]] = defaultdict(list)
-        self._puts: dict[int, _Put] = {}
-        # Keys of pages that the store lacks because their write failed or did not begin, oldest
-        # first.
-        self._left_out: dict[bytes, None] = {}
+        self.writes = StoreWrites(blocks, self._keys, next_number)
         self.withdrawn: dict[bytes, None] = {}
         self._num_refused = 0  # loads
-        self._begins = _Begins([], [], [])
-        self._restored: deque[SavedPrefix] = deque()
+        # Moves that the next `take` returns, and saved prefixes that wait to be loaded.
+        self._searches: list[StoreTransfer] = []
+        self.waiting_loads: list[StoreTransfer] = []
+        self.waiting_restores: deque[SavedPrefix] = deque()
 
     def inherit(self, before: "RemoteTier") -> None:
-        self.num_put_blocks = before.num_put_blocks
+        self.writes.num_blocks = before.writes.num_blocks
         self.num_loaded_tokens = before.num_loaded_tokens
         self.is_suspended = before.is_suspended
         self.withdrawn = before.withdrawn
 
     @property
-    def puts(self) -> set[int]:
-        return set(self._puts)
-
-    @property
     def has_work(self) -> bool:
-        return self._may_restore or any(self._begins)
+        has_moves = self._searches or self.waiting_loads or self.writes.begins
+        return bool(has_moves) or self._may_restore
 
     @property
     def _may_restore(self) -> bool:
         has_slots = len(self._moving) < _MAX_RESTORED and not self.is_suspended
-        return bool(self._restored) and has_slots
+        return bool(self.waiting_restores) and has_slots
 
     @property
     def is_restoring(self) -> bool:
-        may_come = self._restored and not self.is_suspended
+        may_come = self.waiting_restores and not self.is_suspended
         return bool(may_come or any(each.waiter is None for each in self._moving.values()))
 
     def take(self) -> Iterator[tuple[StoreTransfer, ...]]:
         """Return the lookups, loads and writes to begin now."""
         self._restore_some()
-        begins, self._begins = self._begins, _Begins([], [], [])
+        begins = self._searches, self.waiting_loads, self.writes.begins
+        self._searches, self.waiting_loads, self.writes.begins = [], [], []
         return map(tuple, begins)
 
-    # -- out --------------------------------------------------------------------------------
+    def may_write(self, num_blocks: int) -> bool:
+        return not self.is_suspended and self.writes.has_room(num_blocks)
 
-    def can_put(self, num_blocks: int) -> bool:
-        if self.is_suspended:
-            return False
-        num_moving = sum(put.num_blocks for put in self._puts.values())
-        return not num_moving or num_moving + num_blocks <= _MAX_PUT_BLOCKS
-
-    def put(
-        self, number: int | None, tokens: Int32Array, namespace: str, values: Int32Array
-    ) -> None:
-        """Write the last pages of a prefix to the store. `CpuPool.leaving` holds its lock.
-
-        `values` int32[groups, n] are the blocks of the last n pages, 0 for values to leave out. If
-        there is no room, `number` is None and the pages are written by a later `put_again`.
-        """
-        keys = self._keys.of(tokens, namespace)
-        behind = keys[:, keys.shape[1] - values.shape[1] :]
-        put = _Put(int(np.count_nonzero(values)), behind[0, values.any(axis=0)])
-        if number is None:
-            _add_keys(self._left_out, put.pages)
-        else:
-            self._puts[number] = put
-            self._begins.puts.append(self._transfer(number, behind, values > 0, values))
-
-    def put_again(self, tokens: Int32Array, namespace: str) -> None:
-        """Write a prefix's pages that were left out before, as far as CPU memory has them."""
-        if not self._left_out or self.is_suspended:
-            return
-        tokens = tokens[: self._blocks.cache.peek(tokens, namespace)]
-        keys = self._keys.of(tokens, namespace)[0]
-        is_left_out = np.array([key.tobytes() in self._left_out for key in keys], np.bool_)
-        if not is_left_out.any():
-            return
-        number = self._next_number()
-        values = self._blocks.begin_fetch(number, tokens, namespace)
-        values[:, ~is_left_out] = 0
-        if not self.can_put(int(np.count_nonzero(values))):
-            self._blocks.end_fetch(number)
-            return
-        for key in keys[is_left_out]:
-            del self._left_out[key.tobytes()]
-        self.put(number, tokens, namespace, values)
-
-    def drop_puts(self) -> None:
-        """Undo the locks of all writes. No write may still run."""
-        for number in self._puts:
-            self._blocks.end_fetch(number)
-        self._puts.clear()
-        self._begins.puts.clear()
-        self._left_out.clear()
-        self._restored.clear()
+    def drop_writes(self) -> None:
+        """Give up all writes, and saved prefixes still to be loaded. No write may still run."""
+        self.writes.drop()
+        self.waiting_restores.clear()
 
     # -- in ---------------------------------------------------------------------------------
 
     def withdraw(self, tokens: Int32Array, namespace: str, first: int) -> None:
         """Do not load the prefix `tokens` from page `first` on, until newer keys displace these."""
-        _add_keys(self.withdrawn, self._keys.of(tokens, namespace)[0, first:])
+        add_keys(self.withdrawn, self._keys.of(tokens, namespace)[0, first:])
 
     def search(
         self,
@@ -253,18 +187,14 @@ class RemoteTier:
         keys = self._keys.of(tokens, namespace)[:, first:]
         is_moved = np.ones(keys.shape[:2], np.bool_)
         search = _Load(waiter, tokens, namespace, keys, first, is_moved)
-        self._begins.searches.append(self._begin(self._next_number(), search))
+        self._searches.append(self._begin(self._next_number(), search))
 
     def _begin(self, number: int, each: _Load, blocks: Int32Array | None = None) -> StoreTransfer:
         """Begin a lookup, or a load into `blocks`; return its transfer."""
         self._moving[number] = each
         self._under_way.setdefault(_first_page(each), number)
-        move = self._transfer(number, each.keys, each.is_moved, blocks)
+        move = store_transfer(self._blocks, number, each.keys, each.is_moved, blocks)
         return move._replace(is_awaited=self._is_awaited(each))
-
-    @property
-    def waiting_restores(self) -> list[SavedPrefix]:
-        return list(self._restored)
 
     def _begin_load(self, number: int, search: _Load, is_found: BoolArray) -> bool:
         """Load the found values of a lookup, up to the first page that a prefix lacks. Return False
@@ -296,7 +226,7 @@ class RemoteTier:
         load = _Load(
             search.waiter, tokens, search.namespace, keys, num_here, blocks > 0, is_load=True
         )
-        self._begins.loads.append(self._begin(number, load, blocks))
+        self.waiting_loads.append(self._begin(number, load, blocks))
         return True
 
     def _measures_anew(self) -> bool:
@@ -322,10 +252,6 @@ class RemoteTier:
             if each.is_load and self._is_awaited(each)
         )
 
-    @property
-    def waiting_loads(self) -> Sequence[StoreTransfer]:
-        return self._begins.loads
-
     def _resumable_end(self, is_there: BoolArray, first: int) -> int:
         """Return the last position in bool[groups, pages], at least `first`, with all values that
         its next token reads. It is counted in pages."""
@@ -343,11 +269,11 @@ class RemoteTier:
         return int(np.argmin(np.append(is_whole, False)))
 
     def restore(self, prefixes: Sequence[SavedPrefix]) -> None:
-        self._restored.extend(prefixes)
+        self.waiting_restores.extend(prefixes)
 
     def _restore_some(self) -> None:
         while self._may_restore:
-            tokens, namespace = self._restored.popleft()
+            tokens, namespace = self.waiting_restores.popleft()
             num_here = self._blocks.cache.peek(tokens, namespace)
             num_pages = (len(tokens) - num_here) // self._blocks.page_size
             # Usually, this evicts no prefix cached since the start.
@@ -359,13 +285,8 @@ class RemoteTier:
     def ended(self, end: TransferEnd) -> None:
         """Handle the end of a lookup, load or write. Ignore a transfer from before a reset."""
         number = end.number
-        if number in self._puts:
-            put = self._puts.pop(number)
-            if end.succeeded:
-                self.num_put_blocks += put.num_blocks
-            else:
-                _add_keys(self._left_out, put.pages)
-            self._blocks.end_fetch(number)
+        if number in self.writes.in_flight:
+            self.writes.ended(number, succeeded=end.succeeded)
         elif number in self._moving:
             each = self._moving.pop(number)
             page = _first_page(each)
@@ -438,26 +359,6 @@ class RemoteTier:
                 own[load.is_moved[numbers]] = found
                 flags[numbers] = own
         return flags
-
-    def _transfer(
-        self, number: int, keys: Keys, is_moved: BoolArray, blocks: Int32Array | None
-    ) -> StoreTransfer:
-        groups_of = self._blocks.groups_of
-        return StoreTransfer(
-            self._blocks.dp_rank,
-            number,
-            tuple(keys[numbers][is_moved[numbers]] for numbers in groups_of),
-            ()
-            if blocks is None
-            else tuple(blocks[numbers][is_moved[numbers]] for numbers in groups_of),
-        )
-
-
-def _add_keys(listed: dict[bytes, None], keys: Keys) -> None:
-    """Add keys [n, bytes] to `listed`, and remove the oldest keys above the limit."""
-    listed.update(dict.fromkeys(key.tobytes() for key in keys))
-    for key in list(islice(listed, max(len(listed) - _MAX_LISTED_PAGES, 0))):
-        del listed[key]
 
 
 def _first_page(each: _Load) -> bytes:

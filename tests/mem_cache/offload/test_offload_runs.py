@@ -269,7 +269,7 @@ class HostRun:
         self.counts["copied"] += self.tier.num_copied_pages
         if self.tier.store is not None:
             self.counts["loaded"] += self.tier.store.num_loaded_tokens
-            self.counts["put"] += self.tier.store.num_put_blocks
+            self.counts["put"] += self.tier.store.writes.num_blocks
 
 
 def run_all(groups: str, policy: str, num_steps: int) -> dict[str, int]:

@@ -8,7 +8,7 @@ import pytest
 from sgl_jax.core.engine_sizes import FULL_ATTENTION, CacheGroup
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.core.transfers import StoreTransfer, TransferEnd, Transfers
-from sgl_jax.mem_cache.offload import remote_tier
+from sgl_jax.mem_cache.offload import store_writes
 from sgl_jax.mem_cache.offload.content_keys import ContentKeys
 from sgl_jax.mem_cache.offload.cpu_pool import CpuPool
 from sgl_jax.mem_cache.offload.cpu_tier import CpuTier
@@ -70,7 +70,7 @@ def test_a_prefix_is_found_by_another_rank() -> None:
     first = StoringRank()
     tokens = first.tokens(1)
     first.store_prefix(tokens)
-    assert first.store.num_put_blocks == 4
+    assert first.store.writes.num_blocks == 4
     other = StoringRank(first.stored)
     (load,) = other.search(tokens).loads
     assert other.store.pending == {"r"}
@@ -226,14 +226,14 @@ def test_a_put_that_failed_begins_again_at_each_use() -> None:
         assert not rank.take().puts, "before its next use"
         rank.publish(tokens)
     rank.put_all(rank.take())
-    assert rank.store.num_put_blocks == 4
+    assert rank.store.writes.num_blocks == 4
     rank.publish(tokens)
     assert not rank.take().puts, "it is there"
     assert StoringRank(rank.stored).search(tokens).loads
 
 
 def test_a_put_without_room_begins_with_a_longer_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_tier, "_MAX_PUT_BLOCKS", 4)
+    monkeypatch.setattr(store_writes, "_MAX_BLOCKS", 4)
     rank = StoringRank()
     rank.publish(rank.tokens(1))
     rank.end_all(rank.take())
@@ -255,20 +255,20 @@ def test_a_put_without_room_begins_with_a_longer_prefix(monkeypatch: pytest.Monk
 
 
 def test_a_prefix_larger_than_all_puts_is_put_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_tier, "_MAX_PUT_BLOCKS", 2)
+    monkeypatch.setattr(store_writes, "_MAX_BLOCKS", 2)
     rank = StoringRank()
     rank.store_prefix(rank.tokens(1))
-    assert rank.store.num_put_blocks == 4
+    assert rank.store.writes.num_blocks == 4
 
 
 def test_pages_that_are_left_out_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_tier, "_MAX_LISTED_PAGES", 3)
+    monkeypatch.setattr(store_writes, "_MAX_LISTED_PAGES", 3)
     rank = StoringRank()
     for number in (1, 2):
         rank.publish(rank.tokens(number, num_pages=2))
         rank.end_all(rank.take())
         rank.end(rank.take().puts[0], succeeded=False)
-    assert len(rank.store._left_out) == 3
+    assert len(rank.store.writes._left_out) == 3
 
 
 def test_a_load_takes_no_room_that_is_locked() -> None:
@@ -427,7 +427,7 @@ def test_ends_from_before_a_reset_are_ignored() -> None:
     other.end(load)
     other.end(put)
     assert other.num_here(other.tokens(1)) == 0
-    assert other.store.num_put_blocks == 0
+    assert other.store.writes.num_blocks == 0
 
 
 def test_counts_outlast_a_reset() -> None:
@@ -439,8 +439,8 @@ def test_counts_outlast_a_reset() -> None:
     for tier in (rank.tier, other.tier):
         tier.reset()
         tier.forget()
-    assert (rank.tier.store.num_put_blocks, rank.tier.store.num_loaded_tokens) == (4, 0)
-    assert (other.tier.store.num_put_blocks, other.tier.store.num_loaded_tokens) == (0, 16)
+    assert (rank.tier.store.writes.num_blocks, rank.tier.store.num_loaded_tokens) == (4, 0)
+    assert (other.tier.store.writes.num_blocks, other.tier.store.num_loaded_tokens) == (0, 16)
 
 
 def test_only_locked_values_go_to_the_store() -> None:
