@@ -118,8 +118,9 @@ class Scheduler:
                 self._release(host)
             case events.StoreSuspended():
                 self._num_store_failures += not event.answers
-                for rank in self.ranks:
-                    rank.host.suspend_store(answers=event.answers)
+                for tier in self._all_ranks.host_tiers:
+                    if tier.store is not None:
+                        tier.store.is_suspended = not event.answers
             case events.PrefillRate():
                 for tier in self._all_ranks.host_tiers:
                     tier.prices.prefill_rate = event.tokens_per_s
@@ -221,7 +222,8 @@ class Scheduler:
     @property
     def is_restoring(self) -> bool:
         """Return whether saved prefixes are still to be loaded."""
-        return any(rank.host.is_restoring for rank in self.ranks)
+        stores = (tier.store for tier in self._all_ranks.host_tiers)
+        return any(store is not None and store.is_restoring for store in stores)
 
     def _search_store(self, rid: str) -> None:
         """Look up a new request's prefix in the store, on the rank with most of it in host memory,
