@@ -51,7 +51,7 @@ class WorstCaseCheck:
             if not rank.has_row or num_chunked >= sizes.max_chunk_tokens:
                 room.append(-1)
                 continue
-            lens = rank.running.max_len[rank.running.active]
+            lens = rank.columns.max_len[rank.running.active]
             if len(sizes.groups) == 1:
                 taken = int((-(-lens // sizes.page_size)).sum())
             else:

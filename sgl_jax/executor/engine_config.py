@@ -121,18 +121,14 @@ class EngineConfig(NamedTuple):
             and not simulates
             and self.args.weight_sharding == "replicated",
             # Within an iteration, the compiler prefetches a layer's weights while the previous
-            # layer computes. Figures are in docs/measurements/planning.md.
-            unrolled_layers=self._unrolled_layers,
+            # layer computes. Figures are in docs/measurements/planning.md. The latent attention
+            # kernels take a minute to compile for each unrolled layer.
+            unrolled_layers=_UNROLLED_LAYERS if on_tpu and self.model.latent is None else 1,
             # Cheapest: the next layer's norm adds an all-reduced result to the residual, and a
             # matmul adds its result itself if no all-reduce follows.
             defers_sum=on_tpu and self.args.tp_size > 1,
             sequence_parallel=self.args.hidden_sharding == "tensor" and self.args.tp_size > 1,
         )
-
-    @property
-    def _unrolled_layers(self) -> int:
-        # The latent attention kernels take a minute to compile for each unrolled layer.
-        return _UNROLLED_LAYERS if self.platform == "tpu" and self.model.latent is None else 1
 
     @property
     def _counts_experts(self) -> bool:

@@ -1,14 +1,16 @@
 """The parameters of quantized matrices, and their products with activations."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
+from numpy.typing import NDArray
 
 from sgl_jax.core.layer_configs import Scheme
 from sgl_jax.kernels.grouped_matmul.interface import GroupedMatmul, GroupMatrices
@@ -21,7 +23,17 @@ from sgl_jax.kernels.quantized_matmul.numbers import (
 from sgl_jax.layers.layer_weights import use_stacks, use_weight
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS, MeshAxes, concatenate_over
 from sgl_jax.layers.parameter import Read, parameter
-from sgl_jax.layers.sources import MatrixPart, PartKind, Shared, Source, Swapped, swapped
+from sgl_jax.layers.sources import (
+    Index,
+    MatrixPart,
+    PartKind,
+    Shape,
+    Source,
+    Swapped,
+    TensorKey,
+    Tensors,
+    swapped,
+)
 
 _LEAST_GROUP = 8
 
@@ -169,6 +181,38 @@ class _Parts(NamedTuple):
             if scheme.has_zero_points
             else None,
         )
+
+
+@dataclass(frozen=True)
+class Shared(Source):
+    """A vector that several tensors have in common, such as the order of inputs of q, k and v.
+
+    With `is_greatest`, it is their element-wise maximum; else they must be equal.
+    """
+
+    names: tuple[str, ...]
+    dims: Shape
+    part: MatrixPart
+    is_greatest: bool = False
+
+    @property
+    def shape(self) -> Shape:
+        return self.dims
+
+    def tensors(self, prefix: str = "") -> dict[TensorKey, Shape]:
+        return {TensorKey(prefix + name, self.part): self.dims for name in self.names}
+
+    def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
+        """Raise ValueError, with their names, if tensors that must be equal are not."""
+        first, *others = self.tensors(prefix)
+        out[...] = tensors.read(first, index)
+        for other in others:
+            found = tensors.read(other, index)
+            if self.is_greatest:
+                np.maximum(out, found, out=out)
+            elif not np.array_equal(found, out):
+                both = f"{first.name} and {other.name} make one matrix"
+                raise ValueError(f"{both}: they need the same {self.part.kind}")
 
 
 def _shared(source: Source, kind: PartKind, size: int) -> Shared:

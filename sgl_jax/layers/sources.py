@@ -383,35 +383,3 @@ class Placed(Derived):
 
         fitted: jax.Array = lax.map(take, (self.part.fit(plain), jnp.asarray(self.slots)))
         return fitted
-
-
-@dataclass(frozen=True)
-class Shared(Source):
-    """A vector that several tensors have in common, such as the order of inputs of q, k and v.
-
-    With `is_greatest`, it is their element-wise maximum; else they must be equal.
-    """
-
-    names: tuple[str, ...]
-    dims: Shape
-    part: MatrixPart
-    is_greatest: bool = False
-
-    @property
-    def shape(self) -> Shape:
-        return self.dims
-
-    def tensors(self, prefix: str = "") -> dict[TensorKey, Shape]:
-        return {TensorKey(prefix + name, self.part): self.dims for name in self.names}
-
-    def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
-        """Raise ValueError, with their names, if tensors that must be equal are not."""
-        first, *others = self.tensors(prefix)
-        out[...] = tensors.read(first, index)
-        for other in others:
-            found = tensors.read(other, index)
-            if self.is_greatest:
-                np.maximum(out, found, out=out)
-            elif not np.array_equal(found, out):
-                both = f"{first.name} and {other.name} make one matrix"
-                raise ValueError(f"{both}: they need the same {self.part.kind}")

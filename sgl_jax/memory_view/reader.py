@@ -100,7 +100,7 @@ class MemoryReader:
             node, tokens = _node_of((blocks or memory).cache, pool, page)
         elif owner > 0 and blocks is None:
             tokens = _tokens_of(memory, pool, page, owner)
-            rid = rank.running.rids[owner] or None
+            rid = rank.columns.rids[owner] or None
         moves = allocator.transitions()
         return PageDescription(
             owner=describe_owner(owner, holder),
@@ -233,7 +233,8 @@ def _leases(rank: RankScheduler, has_tokens: bool) -> dict[str, Any]:
     idle = {lease.row for _, lease in memory.sessions.idle()}
     has_request = np.array([request is not None for request in requests], np.bool_)
     prompts, known = (
-        np.where(has_request, lens[rows], 0) for lens in (running.prompt_len, running.known_len)
+        np.where(has_request, lens[rows], 0)
+        for lens in (running.columns.prompt_len, running.columns.known_len)
     )
     columns = {
         "row": rows.tolist(),

@@ -82,7 +82,7 @@ def apply_result(
         rank, row = ranks.locate(joint_row)
         gained = tokens[i, :count].tolist()
         logprobs = None
-        if rank.running.return_logprob[row]:
+        if rank.columns.return_logprob[row]:
             at = i - bounds[rank.dp_rank]
             logprobs = _token_logprobs(rank, row, gained, results[rank.dp_rank], at)
         finish = _finish_reason(end, gained[-1])
@@ -126,7 +126,7 @@ def _output(
     request = rank.running.request(row)
     prompt_logprobs = request.pending_prompt_logprobs or None
     request.pending_prompt_logprobs = []
-    rank.running.is_unsent[row] = False
+    rank.columns.is_unsent[row] = False
     return RequestOutput(
         rid=request.rid,
         token_ids=tokens,
@@ -144,8 +144,8 @@ def _token_logprobs(
 ) -> list[TokenLogprobs]:
     assert result.logprobs is not None, "the plan asked for log-probabilities"
     logprobs = result.logprobs[index].tolist()
-    count = int(rank.running.top_logprobs_num[row])
-    num_ids = int(rank.running.num_logprob_ids[row])
+    count = int(rank.columns.top_logprobs_num[row])
+    num_ids = int(rank.columns.num_logprob_ids[row])
     if not count and not num_ids:
         return [TokenLogprobs(t, logprobs[i], [], []) for i, t in enumerate(tokens)]
     assert result.top_ids is not None

@@ -53,12 +53,12 @@ def choose_expected(
     counts = np.zeros(len(rows), np.int32)
     drafts = np.full((len(rows), most), NO_DRAFT, np.int32)
     # The row's next tokens are certain only once all its drafts are read.
-    is_sure = running.has_grammar[rows] & (running.unread_drafts[rows] == 0)
+    is_sure = running.columns.has_grammar[rows] & (running.columns.unread_drafts[rows] == 0)
     for i in is_sure.nonzero()[0].tolist():
         row = int(rows[i])
         first, tokens = running.request(row).expected
-        planned_len = int(running.planned_len[row])
-        room = min(most, int(running.max_len[row]) - planned_len - 1)
+        planned_len = int(running.columns.planned_len[row])
+        room = min(most, int(running.columns.max_len[row]) - planned_len - 1)
         known = tokens[max(planned_len - first, 0) :][: max(room, 0)]
         if first <= planned_len and len(known):
             counts[i] = len(known)

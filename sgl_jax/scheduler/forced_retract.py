@@ -43,7 +43,7 @@ def _victims(rank: RankScheduler, turn: int) -> list[int]:
     rows = []
     for row in running.active.tolist():
         request = running.request(row)
-        if request.num_retractions == 0 or running.known_len[row] > len(request.tokens):
+        if request.num_retractions == 0 or running.columns.known_len[row] > len(request.tokens):
             rows.append(row)
     if not rows:
         return []

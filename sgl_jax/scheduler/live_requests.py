@@ -93,7 +93,8 @@ class LiveRequests:
         if message.is_probe and self._probe is not None:
             self._refuse(message, _refusal("another probe has not ended yet", 503))
             return
-        if not message.is_probe and self._num_counted >= self._max_requests:
+        num_counted = len(self.by_rid) - (self._probe is not None)
+        if not message.is_probe and num_counted >= self._max_requests:
             text = (
                 f"the queue is full: --max-queued-requests ({self.args.max_queued_requests}) wait "
                 "beside those that run or can start"
@@ -128,11 +129,6 @@ class LiveRequests:
             if turn is not None:
                 self._enter_turn(turn, request.rid)
             self.waiting.add(request)
-
-    @property
-    def _num_counted(self) -> int:
-        """Return the number of requests that count towards the limit: all but a probe."""
-        return len(self.by_rid) - (self._probe is not None)
 
     def _may_queue(self, message: GenerateRequest) -> bool:
         """Return whether the tenant's limit, or else its share, has room for a request."""

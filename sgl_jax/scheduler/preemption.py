@@ -55,9 +55,9 @@ class Preemptible:
         rows = running.runnable()
         rows = rows[~np.isin(rows, started)]
         rows = rows[by_cost(rank.memory, running, rows)]
-        self._rows: RowIndex = rows[np.argsort(running.priority[rows], kind="stable")]
+        self._rows: RowIndex = rows[np.argsort(running.columns.priority[rows], kind="stable")]
         self._costs = recompute_cost(rank.memory, self._rows)
-        self._priorities = running.priority[self._rows]  # ascending
+        self._priorities = running.columns.priority[self._rows]  # ascending
         self.levels, last = np.unique(self._priorities[::-1], return_index=True)
         freed, num_freed, rooms, first = FreedPages(rank.memory), 0, [room[:0]], 0
         for end in (len(self._rows) - last).tolist():
@@ -147,7 +147,7 @@ def recompute_cost(memory: RankMemory, rows: RowIndex) -> Int32Array:
 
 def is_protected(running: RunningRows, rows: RowIndex) -> BoolArray:
     """Return which `rows` have gained fewer tokens than they had lost at their start: bool[n]."""
-    spared: BoolArray = running.known_len[rows] < running.regained_len[rows]
+    spared: BoolArray = running.columns.known_len[rows] < running.columns.regained_len[rows]
     return spared
 
 

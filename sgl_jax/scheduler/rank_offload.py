@@ -145,11 +145,6 @@ class RankOffload:
         """Free the pages taken by fetches; return whether there were any."""
         return self.tier is not None and self.tier.drop_fetches()
 
-    @property
-    def is_restoring(self) -> bool:
-        """Return whether saved prefixes are still to be loaded."""
-        return self.store is not None and self.store.is_restoring
-
     def ended(self, end: TransferEnd) -> None:
         if self.tier is not None:
             self.tier.ended(end)
@@ -158,11 +153,6 @@ class RankOffload:
         """Stop waiting for lookup or load `number`, which has taken too long."""
         if self.store is not None:
             self.store.overdue(number)
-
-    def suspend_store(self, *, answers: bool) -> None:
-        """Suspend use of the store; with `answers`, resume it."""
-        if self.store is not None:
-            self.store.is_suspended = not answers
 
     # -- resets and views ---------------------------------------------------------------------
 
@@ -194,11 +184,6 @@ class RankOffload:
     def views(self) -> list[CpuPoolView]:
         """Return the blocks of each pool by state."""
         return self.tier.blocks.views() if self.tier is not None else []
-
-    @property
-    def num_waiting_copies(self) -> int:
-        """Return the number of prefixes that wait to be copied to host memory."""
-        return len(self.tier.offers) if self.tier is not None else 0
 
     def counters(self) -> dict[str, int]:
         tier, store = self.tier, self.store

@@ -54,6 +54,7 @@ class RankScheduler:
             tables=tables,
         )
         self.host = RankOffload(self.memory, args)
+        self.columns = columns
         self.running = RunningRows(columns)
         self._output_lengths = output_lengths
         self.on_retract: Callable[[Request], None] | None = None
@@ -84,7 +85,7 @@ class RankScheduler:
     def num_prompt_tokens_left(self) -> int:
         """Return the number of prompt tokens of running requests still to be computed."""
         rows = self.running.active
-        num_left = self.running.planned_len[rows] - self.memory.rows.kv_committed_len[rows] - 1
+        num_left = self.columns.planned_len[rows] - self.memory.rows.kv_committed_len[rows] - 1
         return int(np.maximum(num_left, 0).sum())
 
     @property
@@ -146,7 +147,7 @@ class RankScheduler:
     def expected_steps_to_ends(self) -> Int32Array:
         """Return int32[n], the expected steps to running requests' ends: half of their remaining
         tokens."""
-        return self.running.expected_steps_to_ends(self.running.active)
+        return self.columns.expected_steps_to_ends(self.running.active)
 
     def admit(self, request: Request, cursor: PrefixCursor) -> int:
         """Give a fitting request a row and the cached part of its prefix; return the row. Idle
@@ -166,9 +167,9 @@ class RankScheduler:
         request.state = RequestState.RUNNING
         stop_ids = self._stop_ids(request)
         self.running.add(lease.row, request, stop_ids)
-        self.running.length_class[lease.row] = self._output_lengths.class_of(request)
+        self.columns.length_class[lease.row] = self._output_lengths.class_of(request)
         self.prompts.enter(lease.row, num_on_tree)
-        start_drafting(self.running, lease.row, self._max_draft_tokens)
+        start_drafting(self.columns, lease.row, self._max_draft_tokens)
         self.unsent_admissions[lease.row] = RowAdmission(
             row=lease.row,
             tokens=request.tokens[start:],
@@ -231,9 +232,9 @@ class RankScheduler:
 
     def finish(self, row: int, *, num_tokens: int | None = None) -> Request:
         """End the request in `row` normally; keep its first `num_tokens` tokens (default: all)."""
-        running = self.running
-        has_ended = num_tokens is not None or running.known_len[row] < running.max_len[row]
-        self._count_output(row, num_tokens or int(running.known_len[row]), has_ended=has_ended)
+        known_len, max_len = self.columns.known_len[row], self.columns.max_len[row]
+        has_ended = num_tokens is not None or known_len < max_len
+        self._count_output(row, num_tokens or int(known_len), has_ended=has_ended)
         request = self._leave(row, num_tokens=num_tokens)
         request.state = RequestState.FINISHED
         self._bound_sessions()
@@ -241,8 +242,8 @@ class RankScheduler:
 
     def _count_output(self, row: int, num_tokens: int, *, has_ended: bool) -> None:
         """Count the output of a request that leaves with `num_tokens` tokens."""
-        output_len = max(num_tokens - int(self.running.prompt_len[row]), 0)
-        number = int(self.running.length_class[row])
+        output_len = max(num_tokens - int(self.columns.prompt_len[row]), 0)
+        number = int(self.columns.length_class[row])
         self._output_lengths.add(number, output_len, has_ended=has_ended)
 
     def end(self, row: int, *, insert: bool = True, is_own: bool = True) -> Request:
@@ -253,7 +254,7 @@ class RankScheduler:
         not the client or a limit, ends it: its output then counts as cut off instead of ended.
         """
         if insert:
-            self._count_output(row, int(self.running.known_len[row]), has_ended=is_own)
+            self._count_output(row, int(self.columns.known_len[row]), has_ended=is_own)
         request = self.running.request(row)
         assert request.lease is not None, "a running request holds a lease"
         kept = request.kept_len if request.kept_by is not None else None
@@ -275,7 +276,7 @@ class RankScheduler:
         self.memory.sessions.unbind(lease)
         request = self.running.request(row)
         request.computed_len = lease.kv_committed_len
-        request.num_lost = max(int(self.running.regained_len[row] - self.running.known_len[row]), 0)
+        request.num_lost = max(int(self.columns.regained_len[row] - self.columns.known_len[row]), 0)
         self._leave(row)
         request.state = RequestState.WAITING
         request.num_retractions += 1

@@ -150,7 +150,7 @@ class Ranks:
         """
         states = []
         for rank, room in zip(self.ranks, self.forecast_rooms(), strict=True):
-            memory, running = rank.memory, rank.running
+            memory, running, tier = rank.memory, rank.running, rank.host.tier
             states.append(
                 {
                     **memory.view().as_dict(),
@@ -159,7 +159,7 @@ class Ranks:
                     "forecast_pages": ceil(room.pages[room.peak]) - int(room.num_in_use),
                     "most_growth_pages": int(room.most - room.num_in_use),
                     "host_pools": [view._asdict() for view in rank.host.views()],
-                    "host_copies_waiting": rank.host.num_waiting_copies,
+                    "host_copies_waiting": len(tier.offers) if tier is not None else 0,
                     "counters": rank.counters(),
                 }
             )

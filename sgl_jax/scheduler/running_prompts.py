@@ -57,7 +57,8 @@ class RunningPrompts:
             lease = self._memory.leases[row]
             # The last token is computed in a decode row, not in a chunk. Publish before a window
             # passes pages: another prompt that continues from there needs them.
-            if self._has_windows or lease.kv_committed_len + 1 >= self._running.known_len[row]:
+            known_len = self._running.columns.known_len[row]
+            if self._has_windows or lease.kv_committed_len + 1 >= known_len:
                 self.unpublished.pop(row, None)
                 publish_prefix(self._memory, lease, self._running.known_tokens(row))
             else:
@@ -109,7 +110,7 @@ class RunningPrompts:
         known_length, key = self._next_keys.get(row, (-1, None))
         if known_length == length:
             return key
-        if self._running.known_len[row] < length + self._memory.page_size:
+        if self._running.columns.known_len[row] < length + self._memory.page_size:
             return None
         tokens = self._running.known_tokens(row)[length:]
         key = self._memory.cache.next_key(lease.node, tokens, lease.namespace)

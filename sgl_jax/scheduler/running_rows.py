@@ -108,15 +108,15 @@ def _zeros(num_rows: int, num_columns: int) -> Int32Array:
     return np.frombuffer(memory, np.int32).reshape(num_rows, num_columns)
 
 
-class RunningRows(RowColumns):
-    """The columns of a rank's rows; `active` lists the rows in use, oldest first."""
+class RunningRows:
+    """A rank's rows with their `columns`; `active` lists the rows in use, oldest first."""
 
     def __init__(self, columns: RowColumns) -> None:
-        super().__init__(*(getattr(columns, field.name) for field in fields(columns)))
+        self.columns = columns
         self.active: RowIndex = np.zeros(0, np.intp)
         self.priorities = PriorityCounts()
         self.num_stop_ids = 0  # columns of `stop_ids` that were ever used
-        self.requests: list[Request | None] = [None] * len(self.known_len)
+        self.requests: list[Request | None] = [None] * len(columns.known_len)
 
     def __len__(self) -> int:
         return len(self.active)
@@ -128,29 +128,29 @@ class RunningRows(RowColumns):
 
     def add(self, row: int, request: Request, stop_ids: tuple[int, ...]) -> None:
         """Run `request`, with all its known tokens, in `row`."""
-        sampling, count = request.message.sampling, len(request.tokens)
-        self.tokens[row, :count] = request.tokens
+        columns, sampling, count = self.columns, request.message.sampling, len(request.tokens)
+        columns.tokens[row, :count] = request.tokens
         last_block = count // TOKEN_BLOCK * TOKEN_BLOCK
-        self.latest[row, : count - last_block] = request.tokens[last_block:]
+        columns.latest[row, : count - last_block] = request.tokens[last_block:]
         is_scored = request.logprob_next < request.prompt_len
         score_start = max(request.logprob_next - 1, 0) if is_scored else NOT_SCORED
-        self.records[row] = (
+        columns.records[row] = (
             *(count, count, 0),  # known, planned, unread drafts
             *(request.prompt_len + sampling.min_new_tokens, request.max_len, score_start),
             *(request.message.top_logprobs_num, request.message.return_logprob),
             *(sampling.grammar is not None, count == request.prompt_len),
         )
-        self.prompt_len[row] = request.prompt_len
-        self.regained_len[row] = count + request.num_lost
-        self.priority[row] = request.priority
+        columns.prompt_len[row] = request.prompt_len
+        columns.regained_len[row] = count + request.num_lost
+        columns.priority[row] = request.priority
         self.priorities.add(request.priority)
-        self.tenant[row] = request.tenant
-        self.stop_ids[row] = NO_TOKEN
-        self.stop_ids[row, : len(stop_ids)] = stop_ids
+        columns.tenant[row] = request.tenant
+        columns.stop_ids[row] = NO_TOKEN
+        columns.stop_ids[row, : len(stop_ids)] = stop_ids
         self.num_stop_ids = max(self.num_stop_ids, len(stop_ids))
-        self.num_logprob_ids[row] = len(request.message.token_ids_logprob)
+        columns.num_logprob_ids[row] = len(request.message.token_ids_logprob)
         self.requests[row] = request
-        self.rids[row] = request.rid
+        columns.rids[row] = request.rid
         active = np.empty(len(self.active) + 1, np.intp)
         active[:-1], active[-1] = self.active, row
         self.active = active
@@ -158,26 +158,26 @@ class RunningRows(RowColumns):
     def remove(self, row: int) -> Int32Array:
         """Take a request out of its row; return a copy of its known tokens."""
         tokens = self.known_tokens(row).copy()
-        self.priorities.remove(int(self.priority[row]))
+        self.priorities.remove(int(self.columns.priority[row]))
         self.requests[row] = None
-        self.rids[row] = ""
+        self.columns.rids[row] = ""
         self.active = self.active[self.active != row]
         return tokens
 
     def known_tokens(self, row: int) -> Int32Array:
         """Return the known tokens of `row`, int32[known_len], as a view."""
-        count = int(self.known_len[row])
+        columns, count = self.columns, int(self.columns.known_len[row])
         last_block = count // TOKEN_BLOCK * TOKEN_BLOCK
-        self.tokens[row, last_block:count] = self.latest[row, : count - last_block]
-        return self.tokens[row, :count]
+        columns.tokens[row, last_block:count] = columns.latest[row, : count - last_block]
+        return columns.tokens[row, :count]
 
     def expected_steps_to_end(self, row: int) -> int:
         """Return the expected steps to the end of `row`: half of its remaining tokens."""
-        return int(self.max_len[row] - self.planned_len[row]) // 2
+        return int(self.columns.max_len[row] - self.columns.planned_len[row]) // 2
 
     def runnable(self) -> RowIndex:
         """Return the active rows that still need a step, oldest first."""
-        return self.active[self.may_run(self.active)]
+        return self.active[self.columns.may_run(self.active)]
 
 
 class PriorityCounts:

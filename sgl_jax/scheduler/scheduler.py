@@ -28,34 +28,9 @@ from sgl_jax.core.step_plan import Int32Array, StepPlan
 from sgl_jax.core.transfers import Transfers
 from sgl_jax.mem_cache.memory_view import MemoryView
 from sgl_jax.mem_cache.offload.saved_prefixes import SavedTree
+from sgl_jax.scheduler import events
 from sgl_jax.scheduler.admission.admission import Admission
 from sgl_jax.scheduler.apply_result import apply_result
-from sgl_jax.scheduler.events import (
-    AwaitPrograms,
-    Configure,
-    Event,
-    Expect,
-    FailAll,
-    FetchRate,
-    Flush,
-    GrammarReady,
-    Pause,
-    PlanStep,
-    PrefillRate,
-    ProgramsReady,
-    Rebuild,
-    RestoreCache,
-    ResultRead,
-    Resume,
-    RetractAll,
-    StoreOverdue,
-    StoreRate,
-    StoreSuspended,
-    TakeOutputs,
-    TakeTransfers,
-    Tick,
-    TransferEnded,
-)
 from sgl_jax.scheduler.forced_retract import ForcedRetract
 from sgl_jax.scheduler.forecast.fits import Rooms
 from sgl_jax.scheduler.in_flight_rows import InFlightRows
@@ -120,41 +95,42 @@ class Scheduler:
 
     # -- events -----------------------------------------------------------------------------
 
-    def handle(self, event: Event) -> Any:
+    def handle(self, event: events.Event) -> Any:
         """Handle one event; return its decision, if any (`events.py`)."""
         match event:
-            case PlanStep():
+            case events.PlanStep():
                 return self._plan()
-            case ResultRead():
+            case events.ResultRead():
                 self._apply_result(event)
-            case TakeOutputs():
+            case events.TakeOutputs():
                 return self._outputs.take()
-            case TakeTransfers():
+            case events.TakeTransfers():
                 return self._take_transfers()
-            case TransferEnded():
+            case events.TransferEnded():
                 host = self.ranks[event.end.dp_rank].host
                 host.ended(event.end)
                 self._release(host)
-            case RestoreCache():
+            case events.RestoreCache():
                 return self._restore(event)
-            case StoreOverdue():
+            case events.StoreOverdue():
                 host = self.ranks[event.dp_rank].host
                 host.overdue(event.number)
                 self._release(host)
-            case StoreSuspended():
+            case events.StoreSuspended():
                 self._num_store_failures += not event.answers
-                for rank in self.ranks:
-                    rank.host.suspend_store(answers=event.answers)
-            case PrefillRate():
+                for tier in self._all_ranks.host_tiers:
+                    if tier.store is not None:
+                        tier.store.is_suspended = not event.answers
+            case events.PrefillRate():
                 for tier in self._all_ranks.host_tiers:
                     tier.prices.prefill_rate = event.tokens_per_s
-            case FetchRate():
+            case events.FetchRate():
                 for tier in self._all_ranks.host_tiers:
                     tier.prices.fetch.start(event.tokens_per_s)
-            case StoreRate():
+            case events.StoreRate():
                 for tier in self._all_ranks.host_tiers:
                     tier.prices.store.start(event.tokens_per_s)
-            case Tick():
+            case events.Tick():
                 self._live.expire(event.now_s)
                 self._sessions.tick(event.now_s)
             case GenerateRequest():
@@ -167,33 +143,33 @@ class Scheduler:
                 self._live.stop(event)
             case WithReply():
                 return self._sessions.answer(event)
-            case Expect():
+            case events.Expect():
                 self._live.expect(event)
-            case AwaitPrograms():
+            case events.AwaitPrograms():
                 self._gate.close()
-            case ProgramsReady():
+            case events.ProgramsReady():
                 self._live.open_gate(event.error)
-            case GrammarReady():
+            case events.GrammarReady():
                 self._live.note_grammar(event)
-            case Configure():
+            case events.Configure():
                 self._configure(event)
-            case Flush():
+            case events.Flush():
                 return self._flush()
-            case Pause():
+            case events.Pause():
                 self._pause(event.mode)
-            case Resume():
+            case events.Resume():
                 self.is_paused = False
-            case RetractAll():
+            case events.RetractAll():
                 self._retract_all()
-            case FailAll():
+            case events.FailAll():
                 self._fail_all(event.reason)
-            case Rebuild():
+            case events.Rebuild():
                 self._rebuild(event.reason)
             case _:
                 assert_never(event)
         return None
 
-    def _configure(self, event: Configure) -> None:
+    def _configure(self, event: events.Configure) -> None:
         self.args = self._live.args = self._admission.args = event.args
         self._waiting.set_policy(event.args.schedule_policy)
         self._deadlines.set_limits(event.args.waiting_timeout, event.args.request_timeout)
@@ -229,7 +205,7 @@ class Scheduler:
         self._reset_caches()
         return True
 
-    def _restore(self, event: RestoreCache) -> int:
+    def _restore(self, event: events.RestoreCache) -> int:
         """Load a share of the prefixes on each rank."""
         for dp_rank, rank in enumerate(self.ranks):
             rank.host.restore(event.prefixes[dp_rank :: len(self.ranks)])
@@ -246,7 +222,8 @@ class Scheduler:
     @property
     def is_restoring(self) -> bool:
         """Return whether saved prefixes are still to be loaded."""
-        return any(rank.host.is_restoring for rank in self.ranks)
+        stores = (tier.store for tier in self._all_ranks.host_tiers)
+        return any(store is not None and store.is_restoring for store in stores)
 
     def _search_store(self, rid: str) -> None:
         """Look up a new request's prefix in the store, on the rank with most of it in host memory,
@@ -440,7 +417,7 @@ class Scheduler:
             index = i - int(bounds[rank.dp_rank])
             yield rank.dp_rank, index, request, rank.running.known_tokens(row)[request.prompt_len :]
 
-    def _apply_result(self, event: ResultRead) -> None:
+    def _apply_result(self, event: events.ResultRead) -> None:
         if event.step_id not in self._launched:
             return
         plan, launched = self._launched.pop(event.step_id)

@@ -103,7 +103,7 @@ def _prompt_snapshots(
 def _lengths_of_prompt(rank: RankScheduler, row: int, start: int, end: int) -> set[int]:
     sizes, interval = rank.memory.sizes, rank.memory.sizes.snapshot_interval
     # A prompt's last token is always computed, for its logits.
-    matchable = int(rank.running.known_len[row]) - 1
+    matchable = int(rank.columns.known_len[row]) - 1
     lengths = set(range(start // interval * interval + interval, end + 1, interval))
     others = {matchable // sizes.page_size * sizes.page_size, *rank.prompts.branch_lens(row)}
     return lengths | {length for length in others if start < length <= end}

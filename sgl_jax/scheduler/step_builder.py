@@ -74,7 +74,7 @@ class StepBuilder:
         # Rows of prompts, the highest priority first, then the oldest.
         self._prefilling = list(runnable.prefilling)
         if self._prefilling and rank.running.priorities.differ:
-            self._prefilling.sort(key=rank.running.priority.__getitem__, reverse=True)  # stable
+            self._prefilling.sort(key=rank.columns.priority.__getitem__, reverse=True)  # stable
         self._needs = runnable.prefilling  # see `_count_needs`
         self._max_draft_tokens = sizes.max_draft_tokens
         self._lookahead_slots = sizes.lookahead_slots
@@ -141,7 +141,7 @@ class StepBuilder:
         """Return whether the prefilling `row` gets prompt tokens of the step, as planned so far."""
         if self._shared is None:
             return True
-        priority = int(self.rank.running.priority[row])
+        priority = int(self.rank.columns.priority[row])
         if priority != self._shared.priority:
             return priority > self._shared.priority
         return self._shared.serves(row)
@@ -155,7 +155,7 @@ class StepBuilder:
         """Start a waiting request that fits, and return its row."""
         row = self.rank.admit(request, cursor)
         self._has_admitted = True
-        priority = self.rank.running.priority
+        priority = self.rank.columns.priority
         insort_right(self._prefilling, row, key=lambda each: -priority[each])
         self.num_prefill_tokens += self._count_needs(row)[0]
         floor, most_tokens = self.priority_floor, self.most_tokens
@@ -199,14 +199,14 @@ class StepBuilder:
 
     def _take_tokens(self, row: int) -> None:
         """Count the prompt tokens that `row` takes, the next in the order of chunks."""
-        priority = int(self.rank.running.priority[row])
+        priority = int(self.rank.columns.priority[row])
         if not self._levels or self._levels[-1][0] != priority:
             self._levels.append((priority, self._num_left))
         count, num_scored = self._share(row, self._num_left, self._num_scored_left)
         self._num_left -= count
         self._num_scored_left -= num_scored
         if self._shared is not None:
-            self._shared.add(row, self._needs[row][0], int(self.rank.running.tenant[row]))
+            self._shared.add(row, self._needs[row][0], int(self.rank.columns.tenant[row]))
             self._limit()
         elif self._num_left <= 0:
             self._divide(*self._levels[-1])
@@ -221,13 +221,13 @@ class StepBuilder:
             num_short = min(least, num_tokens // 2)
         rows = self._prefilling
         if running.priorities.differ:
-            rows = [row for row in rows if running.priority[row] == priority]
+            rows = [row for row in rows if running.columns.priority[row] == priority]
         self._shared = SharedTokens(
             priority,
             {row: self._needs[row][0] for row in rows},
             num_tokens,
             num_short,
-            running.tenant,
+            running.columns.tenant,
             self._tenants.step_weights(),
         )
         self._limit()
@@ -254,8 +254,8 @@ class StepBuilder:
         """Return the prompt tokens that `row` needs, and those before its first scored position,
         which use no scores of the step. They change only as the step is launched."""
         running, committed = self.rank.running, int(self.rank.memory.rows.kv_committed_len[row])
-        num_wanted = int(running.planned_len[row]) - committed
-        num_unscored = max(int(running.score_start[row]) - committed, 0)
+        num_wanted = int(running.columns.planned_len[row]) - committed
+        num_unscored = max(int(running.columns.score_start[row]) - committed, 0)
         self._needs[row] = num_wanted, num_unscored
         return num_wanted, num_unscored
 
@@ -320,18 +320,18 @@ class StepBuilder:
         return freed > 0
 
     def _decode_ends(self, rows: RowIndex) -> Int32Array:
-        return decode_ends(self.rank.memory.rows, self.rank.running, rows)
+        return decode_ends(self.rank.memory.rows, self.rank.columns, rows)
 
     def _grow_for_drafts(self) -> Int32Array:
         """Choose each decode row's drafts and reserve their slots; none if memory is short."""
         rows = self.decode_rows
-        drafts = choose_drafts(self.rank.running, rows, self._max_draft_tokens)
+        drafts = choose_drafts(self.rank.columns, rows, self._max_draft_tokens)
         expected = choose_expected(self.rank.running, rows, self._max_draft_tokens)
         if expected is not None:
             drafts += expected[0]
         ends = self._decode_ends(rows) + drafts
         ahead = np.where(drafts > 0, self._lookahead_slots, 0).astype(np.int32)
-        ends = np.minimum(ends + ahead, self.rank.running.max_len[rows])
+        ends = np.minimum(ends + ahead, self.rank.columns.max_len[rows])
         if not self.rank.memory.grow_rows(rows, ends):
             return np.zeros_like(drafts)
         if expected is not None:
@@ -345,7 +345,8 @@ class StepBuilder:
         candidates = running.runnable()
         if len(candidates) <= 1:
             return None
-        candidates = candidates[running.priority[candidates] == running.priority[candidates].min()]
+        priorities = running.columns.priority[candidates]
+        candidates = candidates[priorities == priorities.min()]
         victim = int(candidates[by_cost(self.rank.memory, running, candidates)[0]])
         self._drop_prompt(victim)
         self.retracted.append(self.rank.retract(victim))
@@ -359,7 +360,7 @@ class StepBuilder:
         for row in self._prefilling:
             if self._num_left <= 0:
                 break
-            if shared is not None and running.priority[row] == shared.priority:
+            if shared is not None and running.columns.priority[row] == shared.priority:
                 self._add_parts(shared)
                 shared = None
             self._add_chunk(row, self._num_left, self._num_scored_left)
@@ -372,7 +373,7 @@ class StepBuilder:
             if len(running.runnable()) < len(running):
                 return  # a finished request will free its pages when its result is read
             rows = running.runnable()
-            first = int(rows[running.priority[rows].argmax()])
+            first = int(rows[running.columns.priority[rows].argmax()])
             if self._add_chunk(first, self._num_left, self._num_scored_left)[0]:
                 return
             if self._retract_one() is None:

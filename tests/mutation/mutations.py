@@ -696,8 +696,8 @@ MUTATIONS = (
     Mutation(
         "leave the last tokens of a request out when it ends",
         _RUNNING,
-        "        self.tokens[row, last_block:count] = self.latest[row, : count - last_block]\n",
-        "",
+        "columns.tokens[row, last_block:count] = columns.latest[row, : count - last_block]",
+        "pass",
     ),
     Mutation(
         "commit drafts at launch",
@@ -1364,7 +1364,7 @@ MUTATIONS = (
     Mutation(
         "wait for a prompt that is scored a little at a time",
         _IN_FLIGHT,
-        "running.known_tokens(row)[: running.score_start[row]]",
+        "running.known_tokens(row)[: running.columns.score_start[row]]",
         "running.known_tokens(row)",
     ),
     Mutation(
@@ -1442,13 +1442,13 @@ MUTATIONS = (
     Mutation(
         "wait for a prefix in flight of lower priority",
         _IN_FLIGHT,
-        "if running.priority[row] < request.priority or not",
+        "if running.columns.priority[row] < request.priority or not",
         "if not",
     ),
     Mutation(
         "of two that go on alike, the first is the leader, however low its priority",
         _IN_FLIGHT,
-        "if running.priority[row] > running.priority[first]:",
+        "if running.columns.priority[row] > running.columns.priority[first]:",
         "if False:",
     ),
     Mutation(
@@ -1701,19 +1701,19 @@ MUTATIONS = (
     Mutation(
         "count what the engine ends as an output that ended",
         _RANK,
-        "int(self.running.known_len[row]), has_ended=is_own)",
-        "int(self.running.known_len[row]), has_ended=True)",
+        "int(self.columns.known_len[row]), has_ended=is_own)",
+        "int(self.columns.known_len[row]), has_ended=True)",
     ),
     Mutation(
         "count what its client ends as cut off",
         _RANK,
-        "int(self.running.known_len[row]), has_ended=is_own)",
-        "int(self.running.known_len[row]), has_ended=False)",
+        "int(self.columns.known_len[row]), has_ended=is_own)",
+        "int(self.columns.known_len[row]), has_ended=False)",
     ),
     Mutation(
         "count an output that came to its limit as one that ended",
         _RANK,
-        "has_ended = num_tokens is not None or running.known_len[row] < running.max_len[row]",
+        "has_ended = num_tokens is not None or known_len < max_len",
         "has_ended = True",
     ),
     Mutation(
@@ -2855,7 +2855,7 @@ MUTATIONS = (
     Mutation(
         "pressure: preempt the least to compute again before the lowest priority",
         "sgl_jax/scheduler/preemption.py",
-        'self._rows: RowIndex = rows[np.argsort(running.priority[rows], kind="stable")]',
+        'self._rows: RowIndex = rows[np.argsort(running.columns.priority[rows], kind="stable")]',
         "self._rows: RowIndex = rows",
     ),
     Mutation(
@@ -2951,7 +2951,7 @@ MUTATIONS = (
     Mutation(
         "pressure: compute chunks by age alone",
         "sgl_jax/scheduler/step_builder.py",
-        "self._prefilling.sort(key=rank.running.priority.__getitem__, reverse=True)",
+        "self._prefilling.sort(key=rank.columns.priority.__getitem__, reverse=True)",
         "self._prefilling.sort(key=lambda row: 0)",
     ),
     Mutation(

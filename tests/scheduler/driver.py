@@ -384,8 +384,8 @@ def _decoding_rows(rank: RankScheduler) -> dict[int, int]:
     """Epochs of the rows that have one token to compute and nothing to score, by row."""
     running, rows = rank.running, rank.memory.rows
     runnable = running.runnable()
-    wanted = running.planned_len[runnable] - rows.kv_committed_len[runnable]
-    decoding = runnable[(wanted == 1) & (running.score_start[runnable] == NOT_SCORED)]
+    wanted = running.columns.planned_len[runnable] - rows.kv_committed_len[runnable]
+    decoding = runnable[(wanted == 1) & (running.columns.score_start[runnable] == NOT_SCORED)]
     return {row: int(rows.epoch[row]) for row in decoding.tolist()}
 
 
@@ -409,13 +409,13 @@ def check_step(
     ends = plan.kv_starts + plan.q_lens - plan.num_drafts
     assert (rows.kv_committed_len[plan.rows] == ends).all()
     most = rows.kv_allocated_len[plan.rows]
-    assert (ends + running.unread_drafts[plan.rows] <= most).all()
+    assert (ends + running.columns.unread_drafts[plan.rows] <= most).all()
     # A request whose first chunk was left out is told to the device, and goes on with the next.
     for admission in plan.admissions:
         assert running.requests[admission.row] is not None
         if admission.row not in planned:
             committed = int(rows.kv_committed_len[admission.row])
-            assert committed < running.planned_len[admission.row]
+            assert committed < running.columns.planned_len[admission.row]
             assert admission.start <= committed
     chunk = int(plan.q_lens[plan.num_decode :].sum())
     assert chunk <= sizes.max_chunk_tokens

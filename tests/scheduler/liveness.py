@@ -172,7 +172,7 @@ class Liveness:
         threshold = self.scheduler.args.priority_scheduling_preemption_threshold
         running = rank.running
         rows = running.runnable()
-        lower = rows[running.priority[rows] < request.priority - threshold].tolist()
+        lower = rows[running.columns.priority[rows] < request.priority - threshold].tolist()
         gone = [row for row in lower if running.request(row).rid in before]
         if not gone:
             return False
@@ -188,7 +188,7 @@ class Liveness:
         rank = self.scheduler.ranks[leader.lease.dp_rank]
         row = leader.lease.row
         assert leader.namespace == request.namespace
-        assert rank.running.planned_len[row] > rank.memory.rows.kv_committed_len[row]
+        assert rank.columns.planned_len[row] > rank.memory.rows.kv_committed_len[row]
         start, page_size = leader.lease.cache_protected_len, rank.memory.page_size
         theirs = rank.running.known_tokens(row)[: start + page_size].tolist()
         assert len(theirs) == start + page_size
@@ -280,7 +280,7 @@ def check_spared(builders: Sequence[StepBuilder]) -> None:
         for request in builder.retracted:
             if request.num_lost > 0:
                 rows = running.runnable()
-                rows = rows[running.priority[rows] == request.priority]
+                rows = rows[running.columns.priority[rows] == request.priority]
                 assert is_protected(running, rows).all(), request.rid
 
 
@@ -317,7 +317,7 @@ def room_of(rank: RankScheduler) -> Room:
 
 def most_growth(rank: RankScheduler, rows: RowIndex) -> int:
     """The pages that the requests in `rows` may come to take."""
-    memory, most_len = rank.memory, rank.running.max_len[rows]
+    memory, most_len = rank.memory, rank.columns.max_len[rows]
     return int(pages_held_and_lacking(memory, memory.rows, rows, most_len[None])[1].sum())
 
 

@@ -80,7 +80,7 @@ def test_what_a_rank_writes_stands_in_its_part_of_the_joint_columns() -> None:
     rank = ranks.ranks[1]
     lease = rank.memory.open_lease(np.zeros(0, np.int32))
     assert rank.memory.grow_row(lease.row, 5)
-    rank.running.max_len[lease.row] = 9
+    rank.columns.max_len[lease.row] = 9
     joint = NUM_ROWS + lease.row
     assert ranks.tables.kv_allocated_len.nonzero()[0].tolist() == [joint]
     assert ranks.tables.pages[joint, 0, :2].tolist() == lease.pages(PAGE_SIZE)[0].tolist()

@@ -175,7 +175,7 @@ def test_a_prompt_starts_on_no_rank_where_it_is_too_long() -> None:
     for _ in range(3):
         driver.step()
         running = driver.scheduler.ranks[1].running
-        assert [running.rids[row] for row in running.active.tolist()] == ["middle"]
+        assert [running.columns.rids[row] for row in running.active.tolist()] == ["middle"]
     driver.run()
 
 
@@ -239,7 +239,7 @@ def of_tenant(name: str, rid: str, length: int, weight: float = 1.0) -> Generate
 def chunks_of(driver: Driver) -> dict[str, int]:
     """Prompt tokens in the last step, by the request's id."""
     plan, rank = driver.plans[-1].ranks[0], driver.scheduler.ranks[0]
-    rids = [rank.running.rids[row] for row in plan.rows.tolist()]
+    rids = [rank.columns.rids[row] for row in plan.rows.tolist()]
     return dict(zip(rids, plan.q_lens.tolist(), strict=True))
 
 

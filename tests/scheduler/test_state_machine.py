@@ -376,9 +376,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.driver.scheduler.audit()
         for rank in self.driver.scheduler.ranks:
             running, rows = rank.running, rank.running.active
-            unread, lengths = running.unread_drafts[rows], rank.memory.rows
+            unread, lengths = running.columns.unread_drafts[rows], rank.memory.rows
             assert (unread >= 0).all()
-            assert (running.planned_len[rows] + unread <= running.max_len[rows]).all()
+            assert (
+                running.columns.planned_len[rows] + unread <= running.columns.max_len[rows]
+            ).all()
             possible = lengths.kv_committed_len[rows] + unread
             assert (possible <= lengths.kv_allocated_len[rows]).all()
             sizes = self.driver.scheduler.sizes

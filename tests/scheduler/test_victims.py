@@ -66,7 +66,7 @@ def test_what_lost_tokens_is_spared_until_it_has_gained_as_many() -> None:
     spared = []
     for _ in range(20):
         rank, rows = rows_of(driver, "a")
-        gained = int(rank.running.known_len[rows[0]]) - 13
+        gained = int(rank.columns.known_len[rows[0]]) - 13
         spared.append((gained, bool(is_protected(rank.running, rows)[0])))
         driver.step()
     assert spared == [(n, n < 12) for n in range(1, 21)]
@@ -84,7 +84,7 @@ def test_a_debt_outlives_a_retract_that_could_not_be_helped() -> None:
         lost += computed
     driver.step()
     rank, rows = rows_of(driver, "a")
-    assert int(rank.running.regained_len[rows[0]]) == 10 + 5 + lost - 2
+    assert int(rank.columns.regained_len[rows[0]]) == 10 + 5 + lost - 2
 
 
 def test_what_the_tree_kept_is_not_lost() -> None:
@@ -95,4 +95,4 @@ def test_what_the_tree_kept_is_not_lost() -> None:
     driver.retract("a")
     driver.step()
     rank, rows = rows_of(driver, "a")
-    assert int(rank.running.regained_len[rows[0]]) == 14 + 13 - 12
+    assert int(rank.columns.regained_len[rows[0]]) == 14 + 13 - 12

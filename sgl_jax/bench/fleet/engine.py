@@ -158,7 +158,7 @@ class FleetEngine:
         self._scheduler.audit()
 
     def _start(self, now_s: float) -> None:
-        running = self._scheduler.ranks[0].running
+        running = self._scheduler.ranks[0].columns
         if self._has_room_for_bursts():  # a burst cut short is not a reason to draft less
             start_drafting(running, self._all_rows, self._sizes.max_draft_tokens)
         else:

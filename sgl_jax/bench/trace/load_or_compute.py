@@ -60,7 +60,7 @@ class LoadChoices:
             arrival_s = max(arrival_s, link.arrival_wait_s(STORE, now_s) + load_s)
         arrival_s += seconds(own)
         rows = rank.running.active
-        kv_tokens = int(rank.running.known_len[rows].sum())
+        kv_tokens = int(rank.columns.known_len[rows].sum())
         self._made.append(_Choice(prefix, loads, arrival_s, len(rows), kv_tokens))
         return loads
 

@@ -192,7 +192,7 @@ class _Replay:
         self._in_flight.append((plan, self._executor.launch(plan), self._device_free_s))
         for rank, rank_plan in zip(self._scheduler.ranks, plan.ranks, strict=True):
             for admission in rank_plan.admissions:
-                log = self._run.requests[int(rank.running.rids[admission.row])]
+                log = self._run.requests[int(rank.columns.rids[admission.row])]
                 if np.isnan(log.start_s):  # else restarted after a retract
                     log.start_s = begin_s
 

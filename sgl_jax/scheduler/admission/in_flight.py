@@ -85,13 +85,14 @@ class InFlight:
         if running.request(row).kept_len:
             return  # a later turn of a session publishes only after it succeeds
         start = rank.memory.leases[row].cache_protected_len
-        if min(running.known_len[row], running.score_start[row]) < start + self._page_size:
+        columns = running.columns
+        if min(columns.known_len[row], columns.score_start[row]) < start + self._page_size:
             return
         key = rank.prompts.next_key(row)
         if key is None:
             return
         first = found.setdefault(key, row)
-        if running.priority[row] > running.priority[first]:
+        if running.columns.priority[row] > running.columns.priority[first]:
             found[key], first, row = row, row, first
         if first != row:
             self._add_branch(first, row, start)
@@ -125,7 +126,7 @@ class InFlight:
                 return None  # no later request could continue without a kept state
             tokens = request.matchable()
             row, shared = self._furthest(first, tokens, node.end)
-            if running.priority[row] < request.priority or not self._builder.is_served(row):
+            if running.columns.priority[row] < request.priority or not self._builder.is_served(row):
                 continue  # other requests may get the step's prompt tokens first, and delay the row
             length = shared // self._page_size * self._page_size
             num_saved = length - num_read
@@ -155,4 +156,4 @@ class InFlight:
         """Return the row's tokens before any scored token. Scored tokens are computed a few at a
         time, so they are not worth a wait."""
         running = self._rank.running
-        return running.known_tokens(row)[: running.score_start[row]]
+        return running.known_tokens(row)[: running.columns.score_start[row]]

@@ -6,20 +6,7 @@ from typing import Any
 from sgl_jax.core.engine_messages import Reply
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.scheduler_args import SchedulerArgs
-from sgl_jax.scheduler.events import (
-    Decision,
-    Event,
-    OutputsTaken,
-    Planned,
-    PlanStep,
-    Raised,
-    Record,
-    SessionReply,
-    Started,
-    TakeOutputs,
-    TakeTransfers,
-    TransfersTaken,
-)
+from sgl_jax.scheduler import events
 from sgl_jax.scheduler.scheduler import Scheduler
 from sgl_jax.scheduler.waiting.waiting_queue import MAX_SKIP_COUNT
 
@@ -31,19 +18,19 @@ class RecordedScheduler(Scheduler):
         self,
         sizes: EngineSizes,
         args: SchedulerArgs,
-        write: Callable[[Record], object],
+        write: Callable[[events.Record], object],
         max_skip_count: int = MAX_SKIP_COUNT,
     ) -> None:
         super().__init__(sizes, args, max_skip_count)
         self._write = write
-        write(Started(sizes, args.for_scheduler(), max_skip_count))
+        write(events.Started(sizes, args.for_scheduler(), max_skip_count))
 
-    def handle(self, event: Event) -> Any:
+    def handle(self, event: events.Event) -> Any:
         self._write(event)
         try:
             value = super().handle(event)
         except Exception as error:
-            self._write(Raised(f"{type(error).__name__}: {error}"))
+            self._write(events.Raised(f"{type(error).__name__}: {error}"))
             raise
         decision = _decision(event, value)
         if decision is not None:
@@ -51,13 +38,13 @@ class RecordedScheduler(Scheduler):
         return value
 
 
-def _decision(event: Event, value: Any) -> Decision | None:
+def _decision(event: events.Event, value: Any) -> events.Decision | None:
     match event:
-        case PlanStep():
-            return Planned(value)
-        case TakeOutputs():
-            return OutputsTaken(value)
-        case TakeTransfers():
-            return TransfersTaken(value)
+        case events.PlanStep():
+            return events.Planned(value)
+        case events.TakeOutputs():
+            return events.OutputsTaken(value)
+        case events.TakeTransfers():
+            return events.TransfersTaken(value)
         case _:
-            return SessionReply(value) if isinstance(value, Reply) else None
+            return events.SessionReply(value) if isinstance(value, Reply) else None
