@@ -56,7 +56,7 @@ def main() -> None:
     file, output = map(Path, sys.argv[1:])
     tokenizer = Tokenizer.load(model_folder(str(file)))
     model = AutoModelForCausalLM.from_pretrained(
-        str(file.parent), gguf_file=file.name, dtype=torch.float32, attn_implementation="eager"
+        str(file.parent), gguf_file=file.name, dtype=torch.float32, attn_implementation="sdpa"
     ).eval()
     print(model.config)
     prompts = [*questions(tokenizer), *texts(tokenizer)]
@@ -96,16 +96,26 @@ def texts(tokenizer: Tokenizer) -> list[list[int]]:
 @torch.inference_mode()
 def greedy(model, prompt: list[int]) -> tuple[np.ndarray, list[int], list[float]]:
     """Return the log-probabilities of the prompt's tokens, the greedy tokens and theirs."""
-    out = model(torch.tensor([prompt]), use_cache=True)
-    scores = torch.log_softmax(out.logits[0].double(), -1)
-    of_prompt = scores[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+    assert getattr(model.config, "final_logit_softcapping", None) is None
+
+    def scores(hidden: torch.Tensor) -> torch.Tensor:
+        return torch.log_softmax(model.lm_head(hidden).double(), -1)
+
+    out = model.model(torch.tensor([prompt]), use_cache=True)
+    hidden, of_prompt = out.last_hidden_state[0], [0.0]
+    # A part at a time: all scores of a long prompt take gigabytes.
+    for start in range(0, len(prompt) - 1, 64):
+        wanted = torch.tensor(prompt[start + 1 : start + 65])
+        found = scores(hidden[start : start + len(wanted)])
+        of_prompt += found.gather(1, wanted[:, None])[:, 0].tolist()
     tokens, logprobs = [], []
     for _ in range(NUM_NEW):
-        tokens.append(int(scores[-1].argmax()))
-        logprobs.append(float(scores[-1, tokens[-1]]))
-        out = model(torch.tensor([tokens[-1:]]), past_key_values=out.past_key_values)
-        scores = torch.log_softmax(out.logits[0].double(), -1)
-    return np.array([0.0, *of_prompt], np.float32), tokens, logprobs
+        last = scores(hidden[-1])
+        tokens.append(int(last.argmax()))
+        logprobs.append(float(last[tokens[-1]]))
+        out = model.model(torch.tensor([tokens[-1:]]), past_key_values=out.past_key_values)
+        hidden = out.last_hidden_state[0]
+    return np.array(of_prompt, np.float32), tokens, logprobs
 
 
 if __name__ == "__main__":
