@@ -6,7 +6,9 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
+from sgl_jax.checkpoint.gguf.folder import model_folder
 from sgl_jax.core.command_line import parse_server_args
 from sgl_jax.core.errors import FAILED
 from sgl_jax.core.log_lines import log_to_terminal
@@ -32,8 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_server_args(words)
     log_to_terminal(args.log_level, args.log_format)
     try:
-        args = with_group(args)
-    except ValueError as error:
+        args = with_group(replace(args, model_path=model_folder(args.model_path)))
+    except (OSError, ValueError) as error:
         print(f"sgl_jax cannot serve: {error}", file=sys.stderr, flush=True)
         return FAILED
     return serve_worker(args) if args.node_rank else serve(args)

@@ -2,6 +2,8 @@
 
     python -m sgl_jax.checkpoint.convert --model-path HF_DIR --output DIR
 
+HF_DIR may be a GGUF file.
+
 Loads the whole model into this process's memory. Copies configs and tokenizer files.
 """
 
@@ -16,13 +18,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from sgl_jax.checkpoint.errors import CheckpointError
+from sgl_jax.checkpoint.gguf.folder import model_folder
 from sgl_jax.checkpoint.kv_scales import KV_SCALES_FILE, stored_kv_scales, write_kv_scales
-from sgl_jax.checkpoint.loading import load_params
+from sgl_jax.checkpoint.loading import detect_format, load_params
 from sgl_jax.checkpoint.orbax_format import save_orbax
 from sgl_jax.checkpoint.stored_head import with_stored_head
 from sgl_jax.checkpoint.tensor_files import INDEX_FILE
 from sgl_jax.layers.mesh_axes import DATA_AXIS, TENSOR_AXIS
-from sgl_jax.models.config import CONFIG_FILE, ModelConfig, ModelConfigError, read_json
+from sgl_jax.models.config import CONFIG_FILE, ModelConfig, read_json
 from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.placement import place_model
 from sgl_jax.models.quantization import AT_LOAD
@@ -38,7 +41,7 @@ def convert(
     *,
     has_draft_layer: bool = False,
 ) -> None:
-    """Write `output`, a new folder, from the safetensors in `model_path`.
+    """Write `output`, a new folder, from the safetensors or the GGUF file at `model_path`.
 
     Quantized matrices are unchanged; with `quantization` (int8, fp8, int4) floats are quantized,
     and the folder is served with the same `--quantization`. With `has_draft_layer`, the folder is
@@ -50,15 +53,17 @@ def convert(
     """
     if output.exists():
         raise CheckpointError(f"{str(output)!r} exists already")
+    model_path = Path(model_folder(str(model_path)))
     given = ModelConfig.from_path(model_path)
-    stored = with_stored_head(given, model_path, "safetensors")
+    load_format = "gguf" if detect_format(model_path) == "gguf" else "safetensors"
+    stored = with_stored_head(given, model_path, load_format)
     config = stored.quantized(quantization)
     if has_draft_layer:
         config = config.drafting()
     devices = np.array(jax.devices("cpu")[:1]).reshape(1, 1)
     mesh = Mesh(devices, (DATA_AXIS, TENSOR_AXIS))
     placed = place_model(config, mesh, BuildOptions(jnp.dtype(dtype)))
-    params = load_params(placed, model_path, "safetensors")
+    params = load_params(placed, model_path, load_format)
     has_kv_scales = config.quantization is not None and config.quantization.has_kv_scales
     kv_scales = stored_kv_scales(model_path, config) if has_kv_scales else None
     output.mkdir(parents=True)
@@ -76,7 +81,9 @@ def convert(
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m sgl_jax.checkpoint.convert")
-    parser.add_argument("--model-path", type=Path, required=True, help="Hugging Face folder")
+    parser.add_argument(
+        "--model-path", type=Path, required=True, help="Hugging Face folder or GGUF file"
+    )
     parser.add_argument("--output", type=Path, required=True, help="folder to create")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument(
@@ -94,7 +101,7 @@ def main() -> None:
     settings = args.dtype, args.quantization
     try:
         convert(args.model_path, args.output, *settings, has_draft_layer=args.draft_layer)
-    except (CheckpointError, ModelConfigError) as error:
+    except (OSError, ValueError) as error:
         parser.error(str(error))
 
 

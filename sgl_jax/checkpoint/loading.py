@@ -16,6 +16,7 @@ from sgl_jax.checkpoint.errors import CheckpointError
 from sgl_jax.checkpoint.hf_loading import Declared, load_safetensors
 from sgl_jax.checkpoint.kv_scales import place_kv_scales, read_kv_scales, stored_kv_scales
 from sgl_jax.checkpoint.orbax_format import PARAMS_FOLDER, load_orbax
+from sgl_jax.checkpoint.tensor_files import GGUF_FILE
 from sgl_jax.core.progress import Progress
 from sgl_jax.layers.layer_weights import separate_matrices
 from sgl_jax.layers.parameter import Declaration, ParamTree
@@ -24,7 +25,7 @@ from sgl_jax.models.eagle3 import SPARE_TENSORS
 from sgl_jax.models.placement import PlacedModel
 
 _DUMMY_VALUE = 2.0  # standard deviation of quantized dummies: few values exceed int4's 7
-LOAD_FORMATS = ("safetensors", "orbax", "dummy")
+LOAD_FORMATS = ("safetensors", "orbax", "gguf", "dummy")
 
 
 def load_params(
@@ -85,6 +86,8 @@ def load_params(
     elif load_format == "orbax":
         params = load_orbax(folder, sourced, progress, check_all=check_all_weights)
     else:
+        if load_format == "gguf" and detect_format(folder) != "gguf":
+            raise CheckpointError(f"{str(folder)!r} is not a folder of a GGUF file")
         spare = placed.model.is_spare
         params = load_safetensors(
             *(folder, sourced, spare, progress, config.quantization), check_all=check_all_weights
@@ -116,6 +119,8 @@ def detect_format(folder: Path) -> str:
         return "orbax"
     if any(folder.glob("*.safetensors")):
         return "safetensors"
+    if (folder / GGUF_FILE).is_file():
+        return "gguf"
     raise CheckpointError(
         f"{str(folder)!r} holds neither *.safetensors nor {PARAMS_FOLDER}; for random weights "
         f"set load_format to 'dummy'"

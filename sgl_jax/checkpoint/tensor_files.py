@@ -1,4 +1,4 @@
-"""The safetensors files of a Hugging Face model folder as one set of named tensors.
+"""The safetensors or the GGUF file of a model folder as one set of named tensors.
 
 Slices are read on demand, and nothing is kept in memory. The files stay open until `close`.
 """
@@ -21,6 +21,8 @@ from sgl_jax.checkpoint.errors import CheckpointError
 
 _FLOAT8 = "F8_E4M3"
 INDEX_FILE = "model.safetensors.index.json"
+GGUF_SUFFIX = ".gguf"
+GGUF_FILE = "model.gguf"  # in folders of `gguf.folder`
 # Bytes of an element by stored dtype.
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1}
 _ITEM_BYTES |= {"I64": 8, "I32": 4, "I8": 1, "U8": 1, "BOOL": 1}
@@ -81,6 +83,9 @@ class TensorFiles:
         self._stack.close()
 
     def _open(self, path: Path, stack: ExitStack) -> None:
+        if path.suffix == GGUF_SUFFIX:
+            self._open_gguf(path)
+            return
         try:
             file = stack.enter_context(safe_open(path, framework="np"))
         except (SafetensorError, OSError) as error:
@@ -95,6 +100,18 @@ class TensorFiles:
                 )
             self._tensors[name] = float8.tensor(name) if lazy.get_dtype() == _FLOAT8 else lazy
             self._file_of[name] = path
+
+    def _open_gguf(self, path: Path) -> None:
+        # Imported here: it takes half a second.
+        from sgl_jax.checkpoint.gguf.header import GgufError
+        from sgl_jax.checkpoint.gguf.tensors import open_tensors
+
+        try:
+            for name, tensor in open_tensors(path):
+                self._tensors[name] = tensor
+                self._file_of[name] = path
+        except GgufError as error:
+            raise CheckpointError(str(error)) from error
 
 
 class _Float8File:
@@ -150,7 +167,7 @@ def _files(folder: Path) -> list[Path]:
             raise CheckpointError(f"{str(index)!r} names files that are missing: {absent}")
         return [folder / name for name in names]
     # Folders hold other files, too: adapters, and the same weights under their trainer's names.
-    for pattern in ("model.safetensors", "model-*-of-*.safetensors", "*.safetensors"):
+    for pattern in ("model.safetensors", "model-*-of-*.safetensors", "*.safetensors", GGUF_FILE):
         files = sorted(folder.glob(pattern))
         if files:
             return files

@@ -18,11 +18,13 @@ class ServerArgs(SchedulerArgs):
     """Settings of one server. Flag names follow SGLang: `--max-total-tokens` and so on."""
 
     # Model
-    model_path: str = setting("", "folder of the model in Hugging Face or orbax layout")
+    model_path: str = setting(
+        "", "folder of the model in Hugging Face or orbax layout, or a GGUF file"
+    )
     tokenizer_path: str | None = setting(None, "folder of the tokenizer, if not the model's")
     served_model_name: str | None = setting(None, "name in the OpenAI API; default: the folder's")
     load_format: str = setting(
-        "auto", "where weights come from", ("auto", "safetensors", "orbax", "dummy")
+        "auto", "where weights come from", ("auto", "safetensors", "orbax", "gguf", "dummy")
     )
     check_weights: str = setting(
         "sample",

@@ -15,6 +15,7 @@ from typing import Any, overload
 
 from tqdm import tqdm
 
+from sgl_jax.checkpoint.gguf.folder import model_folder
 from sgl_jax.core.engine_messages import EngineMessage, Heartbeat, Reply
 from sgl_jax.core.errors import InvalidRequestError, QueueFullError
 from sgl_jax.core.messages import (
@@ -66,7 +67,7 @@ class Engine:
 
     def __init__(self, model_path: str = "", **settings: Any) -> None:
         settings.setdefault("max_queued_requests", _NO_QUEUE_LIMIT)
-        args = ServerArgs(model_path=model_path, **settings)
+        args = ServerArgs(model_path=model_folder(model_path), **settings)
         if args.num_hosts > 1:
             raise ValueError("an Engine in Python has one host; sgl-jax serve starts several")
         self._tracer = open_tracer(args)

@@ -6,7 +6,6 @@ holds an array.
 
 import logging
 import os
-import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from jax.experimental import mesh_utils
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
+from sgl_jax.core.private_files import check_private_folder, user_cache_folder
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.layers.mesh_axes import MESH_AXES
 
@@ -136,15 +136,14 @@ def set_compilation_cache(directory: str | None) -> Path | None:
     if directory == "none":
         jax.config.update("jax_compilation_cache_dir", None)
         return None
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    path = Path(directory) if directory else Path(base, "sgl_jax", "xla").expanduser()
+    path = Path(directory) if directory else user_cache_folder("xla")
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = path.stat()
-    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    try:
+        check_private_folder(path)
+    except PermissionError as error:
         raise PermissionError(
-            f"the compilation cache {path} must belong to this user and not be writable by "
-            "others; name another with --compilation-cache-dir, or 'none'"
-        )
+            f"compilation cache: {error}; name another with --compilation-cache-dir, or 'none'"
+        ) from error
     jax.config.update("jax_compilation_cache_dir", str(path))
     # Small programs, too, shorten a restart.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

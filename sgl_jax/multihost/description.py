@@ -24,7 +24,7 @@ _OWN_SETTINGS = frozenset(
     "compilation_cache_dir".split()
 )
 _EDGE_BYTES = 1 << 16
-_WEIGHTS = ("*.safetensors", "orbax_params*/**/*")
+_WEIGHTS = ("*.safetensors", "*.gguf", "orbax_params*/**/*")
 
 
 def describe_host(args: ServerArgs) -> dict[str, str]:

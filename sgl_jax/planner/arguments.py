@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sgl_jax.checkpoint.gguf.folder import model_folder
 from sgl_jax.core.command_line import add_arguments
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.settings import flag
@@ -59,8 +60,8 @@ def known_models() -> list[str]:
 
 
 def read_config(model_path: str) -> ModelConfig:
-    """Return the config of a model folder, a config.json, or a known model. Raises ModelConfigError
-    if there is none, or the model is not supported."""
+    """Return the config of a model folder, a config.json, a GGUF file, or a known model. Raises
+    ValueError if there is none, or the model is not supported."""
     if model_path in known_models():
         return ModelConfig.from_path(_MODELS / f"{model_path}.json")
     if not Path(model_path).exists():
@@ -68,7 +69,7 @@ def read_config(model_path: str) -> ModelConfig:
         raise ModelConfigError(
             f"--model-path {model_path!r} is no folder, no file, and none of {known}"
         )
-    return ModelConfig.from_path(model_path)
+    return ModelConfig.from_path(model_folder(model_path))
 
 
 def parse_plan_request(argv: Sequence[str] | None = None) -> PlanRequest:
@@ -76,7 +77,8 @@ def parse_plan_request(argv: Sequence[str] | None = None) -> PlanRequest:
     parser = argparse.ArgumentParser(
         prog="sgl-jax plan",
         description="Compile a model's steps for a TPU slice, without one, and print memory and "
-        f"time. --model-path is a folder, a config.json, or one of {', '.join(known_models())}.",
+        "time. --model-path is a folder, a config.json, a GGUF file, or one of "
+        f"{', '.join(known_models())}.",
     )
     add_arguments(parser, only=SERVER_SETTINGS)
     parser.add_argument("--topology", required=True, help="slice: v6e-8, v5e-4, v5p-8, v6e:2x4")

@@ -10,14 +10,14 @@ import pytest
 from llguidance import LLTokenizer
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models
-from transformers import PreTrainedTokenizerFast
 
+from sgl_jax.checkpoint.gguf.folder import model_folder
 from sgl_jax.core.surrogates import REPLACEMENT
 from sgl_jax.text.detokenizer import make_detokenizer
 from sgl_jax.text.tokenizer import Tokenizer, token_bytes
 from tests.support.long import long
+from tests.support.packaged_models import PACKAGES, packaged_file
 from tests.support.tokenizers import byte_level, load, sentencepiece_like
-from tests.text.gguf_vocabulary import FILES, packaged_tokenizer
 from tests.text.test_kimi_tokenizer import write_folder
 
 BATCH = 500  # sequences decoded at a time
@@ -41,14 +41,14 @@ MAKERS: dict[str, Callable[[], RustTokenizer]] = {
 
 
 @pytest.fixture(
-    scope="module", params=[*MAKERS, "tiktoken", *(long(package)[0] for package in FILES)]
+    scope="module", params=[*MAKERS, "tiktoken", *(long(package)[0] for package in PACKAGES)]
 )
 def tokenizer(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Tokenizer:
     kind: str = request.param
-    if kind in FILES:
-        return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=packaged_tokenizer(kind)))
+    if kind in PACKAGES:
+        return Tokenizer.load(model_folder(str(packaged_file(kind))))
     folder = tmp_path_factory.mktemp("tokenizer")
     if kind == "tiktoken":
         return Tokenizer.load(write_folder(folder))
