@@ -362,18 +362,13 @@ class Scheduler:
             if rank.prompts.unpublished:
                 rank.prompts.publish_awaited()
         taken = forced.take(self.ranks, self._steps) if forced else []
-        # Prompts of one tenant delay the tokens of others by half as long.
-        most = self._chunk_tokens
-        decoding_most = -(-most // 2) if ranks.tenants.is_shared else most
+        runnables, most = choose_runnable(ranks), self._chunk_tokens
+        # Prompts of one tenant delay the tokens of others, on any rank, by half as long.
+        if ranks.tenants.is_shared and any(len(each.decoding) for each in runnables):
+            most = -(-most // 2)
         builders = [
-            StepBuilder(
-                rank,
-                self.sizes,
-                runnable,
-                decoding_most if len(runnable.decoding) else most,
-                ranks.tenants,
-            )
-            for rank, runnable in zip(self.ranks, choose_runnable(ranks), strict=True)
+            StepBuilder(rank, self.sizes, runnable, most, ranks.tenants)
+            for rank, runnable in zip(self.ranks, runnables, strict=True)
         ]
         for builder in builders:
             if not builder.has_slots:

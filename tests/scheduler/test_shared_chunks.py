@@ -354,3 +354,14 @@ def test_prompts_of_a_tenant_take_half_a_step_while_another_decodes(
     assert count_chunks(driver.plans[-3]) == CHUNK  # no one decodes
     for rid in ("reader", "flooder"):
         driver.check_tokens(rid)
+
+
+def test_prompts_of_another_rank_take_half_a_step_too() -> None:
+    """A step ends when its slowest rank has ended."""
+    driver = make_driver(args=SchedulerArgs(fair_share="tokens"), dp_size=2)
+    driver.submit(generate("reader", prompt(0, SHORT), 20, tenant=Tenant(name="a"), dp_rank=0))
+    driver.step()
+    driver.submit(generate("flooder", prompt(1, LONG), 1, tenant=Tenant(name="b"), dp_rank=1))
+    for _ in range(15):
+        driver.step()
+    assert {count_chunks(plan) for plan in driver.plans[2:]} == {CHUNK // 2}
