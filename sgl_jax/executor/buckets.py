@@ -99,7 +99,7 @@ def choose_buckets(args: ServerArgs, platform: str) -> Buckets:
         size *= 2
     shapes = [shape for shape in shapes if shape.tokens < limits.tokens]
     exact = [limits.rows, limits.decode_tokens, limits.chunk_tokens, limits.tokens]
-    if args.has_tenants:
+    if args.fair_share == "tokens":
         exact.append(limits.tokens - limits.chunk_tokens // 2)  # half a chunk, see `Tenants`
     for most in exact:
         shapes.append(Bucket(most, most))
