@@ -126,7 +126,8 @@ class BackgroundCompilation:
             _short_turns(),
         ):
             for job in self._jobs:
-                if self._is_closed:
+                # A program may end without a close; its end waits for this thread.
+                if self._is_closed or not threading.main_thread().is_alive():
                     return
                 try:
                     job()
@@ -140,8 +141,8 @@ class BackgroundCompilation:
 def _short_turns() -> Iterator[None]:
     """Let other threads wait for the interpreter for at most `_TURN_S` in this context."""
     usual_s = sys.getswitchinterval()
-    sys.setswitchinterval(_TURN_S)
+    sys.setswitchinterval(min(usual_s, _TURN_S))
     try:
         yield
-    finally:
-        sys.setswitchinterval(usual_s)
+    finally:  # another engine may have changed it in the meantime
+        sys.setswitchinterval(max(usual_s, sys.getswitchinterval()))

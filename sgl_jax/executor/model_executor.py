@@ -354,7 +354,7 @@ class ModelExecutor(Executor):
             self.cpu_blocks.close()
         self._in_flight.clear()
         jax.block_until_ready(self._state)
-        del self._state, self._row_params, self._weights, self._programs
+        del self._state, self._row_params, self._weights, self._programs, self._stages
 
     def _run(self, bucket: Bucket, plan: StepPlan) -> LaunchedStep:
         layout = self._layouts[bucket]

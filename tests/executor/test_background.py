@@ -1,6 +1,9 @@
 """Compilation beside the engine's loop: on a thread, in order, ended early, counted apart."""
 
+import subprocess
+import sys
 import threading
+import time
 
 import jax
 import numpy as np
@@ -54,6 +57,38 @@ def test_closed_it_neither_begins_another_job_nor_waits_for_the_one_that_runs():
     until(lambda: background.is_done, "the first job ends")
     assert ran == ["first"]
     assert background.error is None
+
+
+def test_a_program_that_ends_without_a_close_waits_only_for_the_job_that_runs():
+    lines = (
+        "import time",
+        "from sgl_jax.core.progress import Progress",
+        "from sgl_jax.executor.compile_watch import BackgroundCompilation, CompileWatch",
+        "jobs = [lambda: print('job', flush=True) or time.sleep(1)] * 5",
+        "BackgroundCompilation(jobs, CompileWatch(), Progress())",
+    )
+    command = [sys.executable, "-c", "\n".join(lines)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert ended.stdout == "job\n"
+
+
+def test_engines_whose_compilations_overlap_restore_the_switch_interval():
+    usual_s = sys.getswitchinterval()
+    begun, may_end = threading.Event(), threading.Event()
+
+    def first():
+        begun.set()
+        assert may_end.wait(60)
+
+    earlier = BackgroundCompilation([first], CompileWatch(), Progress())
+    assert begun.wait(60)
+    assert sys.getswitchinterval() < usual_s
+    later = BackgroundCompilation([lambda: earlier._thread.join(60)], CompileWatch(), Progress())
+    until(lambda: later._progress.report is not None, "the later begins")
+    time.sleep(0.05)
+    may_end.set()
+    until(lambda: later.is_done, "both end")
+    assert sys.getswitchinterval() == usual_s
 
 
 def test_compilations_are_counted_by_when_and_where_they_happen():
