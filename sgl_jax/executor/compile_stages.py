@@ -55,13 +55,14 @@ class CompileStages:
         """Start compiling the other programs; return False if there are none."""
         if self.warmup not in ("plain", "staged"):
             return False
-        rest = self.buckets.by_saving() if self.warmup == "staged" else []
-        masked = [*self.buckets.first, *self.buckets.by_saving()]
-        jobs = [partial(self._add_step, bucket) for bucket in rest]
-        jobs += [partial(self._add_masked, bucket) for bucket in masked]
         # The hosts of a group have to use the same programs, so they wait for all.
         is_staged = self.warmup == "staged"
-        self._num_needed = len(self.buckets.all) if is_staged else len(jobs)
+        needed = self.buckets.first if is_staged else self.buckets.all
+        rest = self.buckets.by_saving() if is_staged else []
+        jobs = [partial(self._try, self._add_step, bucket) for bucket in rest]
+        jobs += [partial(self._add_masked, bucket) for bucket in needed]
+        self._num_needed = len(jobs)
+        jobs += [partial(self._try, self._add_masked, bucket) for bucket in rest]
         self._background = BackgroundCompilation(jobs, self._watch, self._progress)
         return True
 
@@ -91,13 +92,16 @@ class CompileStages:
         if self._background is not None:
             self._background.close()
 
+    def _try(self, add: Callable[[Bucket], None], bucket: Bucket) -> None:
+        """Add a shape that no step needs: the first shapes hold every step."""
+        try:
+            add(bucket)
+        except Exception:  # of the compiler, or out of memory
+            logger.exception("a program of %s failed to compile; larger ones are used", bucket)
+
     def _add_step(self, bucket: Bucket) -> None:
         """Compile a shape's step, and let steps use it from now on."""
-        try:
-            self._programs.step(bucket)
-        except Exception:  # of the compiler, or out of memory
-            logger.exception("the program of %s failed to compile; larger ones are used", bucket)
-            return
+        self._programs.step(bucket)
         self._ready = self._with(self._ready, bucket)
 
     def _add_masked(self, bucket: Bucket) -> None:

@@ -23,7 +23,7 @@ from sgl_jax.executor.model_executor import LaunchedStep
 from sgl_jax.executor.programs import Programs
 from sgl_jax.replay.__main__ import main as replay
 from tests.engine.scripted_channel import ScriptedChannel
-from tests.support.waiting import TIMEOUT_S
+from tests.support.waiting import TIMEOUT_S, until
 
 DEMO = str(Path(__file__).parents[2] / "models" / "demo")
 SLOW_S = 10 * TIMEOUT_S
@@ -238,18 +238,20 @@ def test_two_programs_serve_all_until_the_others_are_compiled(
 def test_a_step_whose_program_fails_to_compile_runs_padded(
     make_core: Callable[..., EngineCore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiled = Programs.step
+    def failing(compiled: Callable[..., Any]) -> Callable[..., Any]:
+        def fail_if_small(programs: Programs, bucket: Bucket) -> Any:
+            if bucket == Bucket(2, 2):
+                raise MemoryError("no room for the program")
+            return compiled(programs, bucket)
 
-    def step(programs: Programs, bucket: Bucket) -> Any:
-        if bucket == Bucket(2, 2):
-            raise MemoryError("no room for the program")
-        return compiled(programs, bucket)
+        return fail_if_small
 
-    monkeypatch.setattr(Programs, "step", step)
+    for name in ("step", "halves"):
+        monkeypatch.setattr(Programs, name, failing(getattr(Programs, name)))
     core = make_core(warmup="staged", max_running_requests=4)
+    until(lambda: core.executor._stages.is_done, "the rest is compiled", SLOW_S)
 
     def script() -> Iterator[list[FrontMessage]]:
-        yield from turns_until(lambda: core.executor._stages.is_done, "the rest is compiled")
         yield [structured("x"), plain("a")]
         yield from turns_until(lambda: core.scheduler.is_idle, "all end")
 
