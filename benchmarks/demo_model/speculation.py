@@ -96,7 +96,7 @@ def compare(
         answer_tokens: the length of each answer; None: an answer ends with its end token.
         settings: settings of both engines, except how steps overlap; default: the dense model.
     """
-    settings = {"model_path": str(DEMO_MODEL)} | settings
+    settings = {"model_path": str(DEMO_MODEL), "warmup": "all"} | settings
     drafts = {
         "speculative_algorithm": algorithm,
         "speculative_num_draft_tokens": num_draft_tokens,

@@ -118,6 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         max_running_requests=options.batch_size,
         disable_overlap_schedule=options.disable_overlap_schedule,
         decode_log_interval=0,
+        warmup="all",
     )
     print(f"{'bare tok/s':>12}{'served tok/s':>14}{'served / bare':>15}")
     ratios = []

@@ -150,6 +150,7 @@ def with_windows(options: argparse.Namespace) -> Iterator[tuple[Serve, Serve]]:
                     max_running_requests=options.batch_size,
                     max_total_tokens=2 * options.batch_size * context_len,
                     decode_log_interval=0,
+                    warmup="all",
                 )
             )
             for path in write_models(options.model_path, options.window, folder)
