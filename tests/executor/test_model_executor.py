@@ -1,5 +1,6 @@
 """Steps on the device: the tokens a plain recomputation gives, however steps are cut and spread."""
 
+import weakref
 from dataclasses import replace
 
 import jax
@@ -362,7 +363,9 @@ def test_warm_up_compiles_everything_that_is_ever_launched(make_args):
     assert executor.compile_counts()["compiles_after_ready"] == 0
     jax.jit(lambda x: x * 3 + 1)(np.ones(3))  # a compilation besides the steps
     assert executor.compile_counts()["compiles_after_ready"] == 1
+    program = weakref.ref(executor._programs.step(executor._stages.buckets.all[0]))
     executor.close()
+    assert program() is None
 
 
 def log_softmax(logits):

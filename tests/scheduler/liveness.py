@@ -252,6 +252,7 @@ class Liveness:
     def _check_shares(self) -> None:
         """No tenant with waiting requests is behind another such by more than the bound."""
         tenants, args = self.scheduler._all_ranks.tenants, self.scheduler.args
+        assert tenants._num_present == np.count_nonzero(tenants._num_requests)
         if not tenants.is_fair or args.enable_priority_scheduling:
             return
         may_start = (tenants._num_queued > 0) & ~tenants.is_full
