@@ -126,6 +126,13 @@ def test_what_was_decided_is_told_and_nothing_else():
     }
 
 
+def test_hosts_of_a_group_start_with_all_programs_of_steps():
+    hosts = {"nnodes": 2, "node_rank": 0, "dist_init_addr": "10.0.0.1:5000", "tp_size": 2}
+    assert resolve("tpu", **hosts).args.warmup == "plain"
+    with pytest.raises(ValueError, match=r"staged is for one host; .* with --nnodes 2"):
+        resolve("tpu", warmup="staged", **hosts)
+
+
 def test_a_resolved_config_is_resolved_to_itself():
     config = resolve("tpu")
     assert EngineConfig.resolve(config.args, LLAMA, "tpu") == config
