@@ -17,41 +17,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from sgl_jax.core.calls import (
-    CacheSaved,
-    Done,
-    ExpertRecord,
-    Flushed,
-    GenerationState,
-    SettingsChanged,
-    Traced,
-    WeightsUpdated,
-)
+from sgl_jax.core import calls, messages
 from sgl_jax.core.engine_messages import Reply
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.messages import (
-    CALL_OF,
-    AbortRequest,
-    CallMessage,
-    CancelCall,
-    CloseSession,
-    ContinueGeneration,
-    DumpExpertRecord,
-    FlushCache,
-    ForkSession,
-    GetState,
-    MemoryMessage,
-    OpenSession,
-    PauseGeneration,
-    SaveCache,
-    SessionMessage,
-    SetInternalState,
-    StartExpertRecord,
-    StartProfile,
-    StopExpertRecord,
-    StopProfile,
-    UpdateWeightsFromDisk,
-)
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import Channel
 from sgl_jax.engine.loop.saved_cache import CacheSaver
@@ -132,12 +100,12 @@ class PendingFlushes:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self.calls: list[tuple[FlushCache, float]] = []
+        self.calls: list[tuple[messages.FlushCache, float]] = []
 
-    def add(self, message: FlushCache) -> None:
+    def add(self, message: messages.FlushCache) -> None:
         self.calls.append((message, time.monotonic() + _FLUSH_LIMIT_S))
 
-    def take(self, rid: str) -> list[FlushCache]:
+    def take(self, rid: str) -> list[messages.FlushCache]:
         taken = [message for message, _ in self.calls if message.rid == rid]
         self.calls = [each for each in self.calls if each[0].rid != rid]
         return taken
@@ -149,22 +117,22 @@ class PendingFlushes:
         `MemoryDefectError` is raised.
         """
         # Removed first, so that a flush that finds a defect of the memory is not repeated.
-        calls, self.calls = self.calls, []
+        pending, self.calls = self.calls, []
         is_running = self._scheduler.num_running > 0
         may_flush = not is_running and not self._scheduler.is_moving_out
         try:
             is_flushed = may_flush and self._scheduler.handle(Flush())
         except MemoryDefectError:
-            for message, _ in calls:
+            for message, _ in pending:
                 send(refusal(message, defect_text, status_code=500))
             raise
         if is_flushed:
-            for message, _ in calls:
-                send(answer(message, Flushed()))
+            for message, _ in pending:
+                send(answer(message, calls.Flushed()))
             return
         what = "requests are running" if is_running else "the store still writes prefixes"
         now_s = time.monotonic()
-        for message, until_s in calls:
+        for message, until_s in pending:
             if is_running or until_s < now_s:
                 send(refusal(message, f"{what}; the cache was not flushed", code="busy"))
             else:
@@ -185,41 +153,43 @@ class Controls:
         self._memory_reader = MemoryReader(core.scheduler, core.executor.compile_counts)
         self.flushes = PendingFlushes(core.scheduler)
 
-    def handle(self, message: CallMessage | CancelCall) -> Reply | None:
+    def handle(self, message: messages.CallMessage | messages.CancelCall) -> Reply | None:
         """Call the method that the message's record names. Return None if the reply comes later."""
-        if isinstance(message, SessionMessage):
+        if isinstance(message, messages.SessionMessage):
             return self._call_sessions(message)
-        handler = CALL_OF[type(message)].handler
-        if isinstance(message, MemoryMessage):
+        handler = messages.CALL_OF[type(message)].handler
+        if isinstance(message, messages.MemoryMessage):
             return self._read_memory(getattr(self._memory_reader, handler), message)
         reply: Reply | None = getattr(self, handler)(message)
         return reply
 
-    def cancel(self, message: CancelCall) -> None:
+    def cancel(self, message: messages.CancelCall) -> None:
         """Undo a call that its caller abandoned. `EngineCore.run` skips such calls that
         have not begun."""
         for flush in self.flushes.take(message.call):
             self._core.channel.send(refusal(flush, NOT_AWAITED))
         self._undo.undo(message.call)
 
-    def _call_sessions(self, message: SessionMessage) -> Reply:
+    def _call_sessions(self, message: messages.SessionMessage) -> Reply:
         reply: Reply = self._core.scheduler.handle(message)
-        if reply.ok and isinstance(message, OpenSession | ForkSession):
+        if reply.ok and isinstance(message, messages.OpenSession | messages.ForkSession):
             opened = (
-                message.new_session_id if isinstance(message, ForkSession) else message.session_id
+                message.new_session_id
+                if isinstance(message, messages.ForkSession)
+                else message.session_id
             )
-            close = CloseSession(session_id=opened)
+            close = messages.CloseSession(session_id=opened)
             undo = partial(self._core.scheduler.handle, close)
             self._undo.note(message.rid, f"session {opened}", undo)
         return reply
 
-    def flush(self, message: FlushCache) -> Reply | None:
+    def flush(self, message: messages.FlushCache) -> Reply | None:
         """Queue a flush of the prefix caches. The reply is sent once nothing runs and no prefix is
         being written to the store, at the earliest in this turn of the loop."""
         self.flushes.add(message)
         return None
 
-    def save_cache(self, message: SaveCache) -> Reply | None:
+    def save_cache(self, message: messages.SaveCache) -> Reply | None:
         """Save the cache on another thread. The reply is sent when the save has ended."""
         if self._saver is None:
             return refusal(message, "there is no --restore-cache to save to", code="no_folder")
@@ -227,7 +197,7 @@ class Controls:
         def send_reply(saved: Future[int]) -> None:
             error = saved.exception()
             if error is None:
-                self._core.channel.send(answer(message, CacheSaved(saved.result())))
+                self._core.channel.send(answer(message, calls.CacheSaved(saved.result())))
             else:
                 logger.error("the cache could not be saved", exc_info=error)
                 text = f"the cache could not be saved: {error}"
@@ -236,7 +206,7 @@ class Controls:
         self._saver.save().add_done_callback(send_reply)
         return None
 
-    def _read_memory(self, read: Callable[[Any], Any], message: MemoryMessage) -> Reply:
+    def _read_memory(self, read: Callable[[Any], Any], message: messages.MemoryMessage) -> Reply:
         try:
             return answer(message, read(message))
         except InvalidRequestError as error:
@@ -245,17 +215,17 @@ class Controls:
             logger.exception("the memory cannot be read")
             return refusal(message, f"the memory cannot be read: {error}", status_code=500)
 
-    def read_state(self, message: GetState) -> Reply:
+    def read_state(self, message: messages.GetState) -> Reply:
         return answer(message, self._core.state())
 
-    def pause(self, message: PauseGeneration) -> Reply:
+    def pause(self, message: messages.PauseGeneration) -> Reply:
         """Launch no more steps. Tokens of launched steps are still sent."""
         was_paused = self._core.scheduler.is_paused
         self._core.steps.settle()
         self._core.scheduler.handle(Pause(message.mode))
         return self._generation_reply(message, was_paused)
 
-    def resume(self, message: ContinueGeneration) -> Reply:
+    def resume(self, message: messages.ContinueGeneration) -> Reply:
         was_paused = self._core.scheduler.is_paused
         self._core.scheduler.handle(Resume())
         return self._generation_reply(message, was_paused)
@@ -266,15 +236,17 @@ class Controls:
         self._core.change_info(is_paused=is_paused)
 
     def _generation_reply(
-        self, message: PauseGeneration | ContinueGeneration, was_paused: bool
+        self, message: messages.PauseGeneration | messages.ContinueGeneration, was_paused: bool
     ) -> Reply:
         self._undo.note(message.rid, "generation", partial(self._restore_pause, was_paused))
         scheduler = self._core.scheduler
         self._core.change_info(is_paused=scheduler.is_paused)
-        now = GenerationState(scheduler.is_paused, scheduler.num_running, scheduler.num_waiting)
+        now = calls.GenerationState(
+            scheduler.is_paused, scheduler.num_running, scheduler.num_waiting
+        )
         return answer(message, now)
 
-    def update_weights(self, message: UpdateWeightsFromDisk) -> Reply:
+    def update_weights(self, message: messages.UpdateWeightsFromDisk) -> Reply:
         """Load other weights between two steps. Requests continue, even if loading fails."""
         path = message.model_path
         try:
@@ -292,21 +264,21 @@ class Controls:
         except WeightsError as error:
             return refusal(message, str(error), code="weights_refused", param="model_path")
         if message.abort_all_requests:
-            ended = AbortRequest(abort_all=True, message="the weights were updated")
+            ended = messages.AbortRequest(abort_all=True, message="the weights were updated")
             self._core.scheduler.handle(ended)
         if give_up_kv is not None:
             give_up_kv()
         self._core.executor.renew_store_keys(keeps_kv=give_up_kv is None)
         self._core.change_info(model_path=path)
         text = f"serving the weights in {path!r}"
-        return answer(message, WeightsUpdated(True, text, num_running))
+        return answer(message, calls.WeightsUpdated(True, text, num_running))
 
     def _give_up_kv(self) -> None:
         """Retract all requests and empty all caches, since their KV belongs to the old weights."""
         self._core.scheduler.handle(RetractAll())
         self._core.empty_caches()
 
-    def set_settings(self, message: SetInternalState) -> Reply:
+    def set_settings(self, message: messages.SetInternalState) -> Reply:
         """Change all settings in `message`, or none if any of them is refused."""
         core, given = self._core, message.server_args
         most = core.executor.sizes.max_chunk_tokens
@@ -325,7 +297,7 @@ class Controls:
             message.rid, "settings", partial(self._configure, core.args, core.info["settings"])
         )
         self._configure(args, core.info["settings"] | changes)
-        return answer(message, SettingsChanged(updated=True, server_args=changes))
+        return answer(message, calls.SettingsChanged(updated=True, server_args=changes))
 
     def _configure(self, args: ServerArgs, shown: dict[str, Any]) -> None:
         core = self._core
@@ -334,7 +306,7 @@ class Controls:
         core.scheduler.handle(Configure(args.for_scheduler(), chunk))
         core.change_info(settings=shown)
 
-    def start_profile(self, message: StartProfile) -> Reply:
+    def start_profile(self, message: messages.StartProfile) -> Reply:
         """Start a device trace. If it is refused, remove the temporary folder made for it."""
         folder = message.output_dir or tempfile.mkdtemp(prefix="sgl_jax-profile-")
         try:
@@ -344,27 +316,27 @@ class Controls:
                 shutil.rmtree(folder, ignore_errors=True)
             param = None if isinstance(error, RuntimeError) else "output_dir"
             return refusal(message, str(error), code="profile_refused", param=param)
-        return answer(message, Traced(folder))
+        return answer(message, calls.Traced(folder))
 
-    def stop_profile(self, message: StopProfile) -> Reply:
+    def stop_profile(self, message: messages.StopProfile) -> Reply:
         try:
             folder = self._core.executor.profiler.stop()
         except (RuntimeError, OSError) as error:
             return refusal(message, str(error), code="profile_refused")
-        return answer(message, Traced(str(folder)))
+        return answer(message, calls.Traced(str(folder)))
 
-    def start_expert_record(self, message: StartExpertRecord) -> Reply:
+    def start_expert_record(self, message: messages.StartExpertRecord) -> Reply:
         return self._with_recorder(message, lambda own: own.start())
 
-    def stop_expert_record(self, message: StopExpertRecord) -> Reply:
+    def stop_expert_record(self, message: messages.StopExpertRecord) -> Reply:
         return self._with_recorder(message, lambda own: own.stop())
 
-    def dump_expert_record(self, message: DumpExpertRecord) -> Reply:
-        return self._with_recorder(message, lambda own: ExpertRecord(own.counts().tolist()))
+    def dump_expert_record(self, message: messages.DumpExpertRecord) -> Reply:
+        return self._with_recorder(message, lambda own: calls.ExpertRecord(own.counts().tolist()))
 
     def _with_recorder(self, message: Any, act: Callable[[ExpertRecorder], Any]) -> Reply:
         try:
-            return answer(message, act(self._core.executor.expert_recorder) or Done())
+            return answer(message, act(self._core.executor.expert_recorder) or calls.Done())
         except RuntimeError as error:
             return refusal(message, str(error), code="record_refused")
 

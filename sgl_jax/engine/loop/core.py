@@ -39,14 +39,7 @@ from sgl_jax.executor.model_executor import ModelExecutor
 from sgl_jax.grammar.compiler import GrammarCompiler
 from sgl_jax.mem_cache.errors import MemoryDefectError
 from sgl_jax.multihost.group_executor import GroupExecutor
-from sgl_jax.scheduler.events import (
-    AwaitPrograms,
-    Flush,
-    ProgramsReady,
-    Rebuild,
-    TakeOutputs,
-    Tick,
-)
+from sgl_jax.scheduler import events
 from sgl_jax.scheduler.record.event_log import EventWriter
 from sgl_jax.scheduler.record.recorder import RecordedScheduler
 from sgl_jax.scheduler.scheduler import Scheduler
@@ -137,7 +130,7 @@ class EngineCore:
         self._background_audit = BackgroundAudit(self.scheduler.audit_slices, time.monotonic())
         self._is_compiling = self.executor.start_background()
         if self._is_compiling:
-            self.scheduler.handle(AwaitPrograms())
+            self.scheduler.handle(events.AwaitPrograms())
 
     def run(
         self,
@@ -202,7 +195,7 @@ class EngineCore:
                 except MemoryDefectError as error:
                     self._answer_defect(error)
                 if self.scheduler.has_outputs:
-                    batch: OutputBatch = self.scheduler.handle(TakeOutputs())
+                    batch: OutputBatch = self.scheduler.handle(events.TakeOutputs())
                     has_stamps = self._stamps.starts or self._stamps.marks
                     channel.send(self._stamps.add_to(batch) if has_stamps else batch)
                 if self._failures.num_consecutive:
@@ -241,7 +234,7 @@ class EngineCore:
         self._is_compiling = False
         if end:
             logger.error("%s%s", _NOT_COMPILED, end)
-        self.scheduler.handle(ProgramsReady(_NOT_COMPILED + end if end else ""))
+        self.scheduler.handle(events.ProgramsReady(_NOT_COMPILED + end if end else ""))
 
     # -- steps ------------------------------------------------------------------------------
 
@@ -249,7 +242,7 @@ class EngineCore:
         """Set the scheduler's time. Mark the memory for audit if that ends requests or sessions."""
         before = self.scheduler.num_sessions, self.scheduler.num_running
         try:
-            self.scheduler.handle(Tick(now_s))
+            self.scheduler.handle(events.Tick(now_s))
         except MemoryDefectError as error:
             self._answer_defect(error)
         if (self.scheduler.num_sessions, self.scheduler.num_running) != before:
@@ -271,7 +264,7 @@ class EngineCore:
             raise type(error)(f"{error}; {where}") from error
         # Steps in flight still use the old pages, so the device gets a new pool.
         self.steps.reset_device()
-        self.scheduler.handle(Rebuild(_REBUILT))
+        self.scheduler.handle(events.Rebuild(_REBUILT))
         self._is_audited = False
 
     def change_info(self, **facts: Any) -> None:
@@ -327,19 +320,19 @@ class EngineCore:
             shut_down = AbortRequest(abort_all=True, message="the engine was shut down")
             self.scheduler.handle(shut_down)
             while self.scheduler.is_aborting:
-                self.scheduler.handle(Tick(time.monotonic()))
+                self.scheduler.handle(events.Tick(time.monotonic()))
             self._audit()
         except MemoryDefectError as error:
             self._answer_defect(error)
         finally:
             if self.scheduler.has_outputs:
-                self.channel.send(self.scheduler.handle(TakeOutputs()))
+                self.channel.send(self.scheduler.handle(events.TakeOutputs()))
 
     def empty_caches(self) -> None:
         """Empty the prefix caches and give up pending writes to the store. No request may run."""
         if self._transfers is not None:
             self._transfer(self._transfers.give_up_puts)
-        self.scheduler.handle(Flush())
+        self.scheduler.handle(events.Flush())
 
     def state(self) -> dict[str, Any]:
         """Return `Scheduler.rank_states`, and counters since the start."""
