@@ -2951,7 +2951,7 @@ MUTATIONS = (
     Mutation(
         "pressure: compute chunks by age alone",
         "sgl_jax/scheduler/step_builder.py",
-        "self._prefilling.sort(key=rank.columns.priority.__getitem__, reverse=True)",
+        "self._prefilling.sort(key=lambda row: -needs[row][2])",
         "self._prefilling.sort(key=lambda row: 0)",
     ),
     Mutation(
@@ -3805,7 +3805,7 @@ MUTATIONS = (
     Mutation(
         "chunks: put the prompt that starts behind those of a lower priority",
         "sgl_jax/scheduler/step_builder.py",
-        "insort_right(self._prefilling, row, key=lambda each: -priority[each])",
+        "insort_right(self._prefilling, row, key=lambda each: -self._needs[each][2])",
         "self._prefilling.append(row)",
     ),
     Mutation(
