@@ -150,7 +150,7 @@ def test_the_step_of_a_due_request_is_fixed_as_its_rank_is_held(
     assert len(holds) > 20
     assert len(until_steps) == 1
     assert 24 <= until_steps.pop() - first <= 33
-    assert (held_pages, held_most) == ({16}, {19})
+    assert (held_pages, held_most) == ({16}, {18})  # the last of 73 tokens takes no page
     finish(driver)
 
 
@@ -366,6 +366,28 @@ def test_two_requests_that_fit_one_by_one_but_not_together_do_not_start_together
     assert driver.scheduler.num_running == 1
     finish(driver)
     assert driver.scheduler.counters()["requests_retracted"] == 0
+
+
+def test_the_last_token_of_a_request_takes_no_page() -> None:
+    """Of 29 tokens, 28 have KV: a quarter of the 28 pages of 4 tokens."""
+    config = {"schedule_conservativeness": 1.0}
+    driver = make_driver(dp_size=1, num_pages=29, chunk=128, config=config)
+    price_retracts_fully(driver.scheduler)
+    for number in range(4):
+        driver.submit(generate(f"r{number}", [1 + number] * 6, 23))
+    driver.step()
+    assert driver.scheduler.num_running == 4
+    finish(driver)
+    assert driver.scheduler.counters()["requests_retracted"] == 0
+
+
+def test_a_request_of_one_token_takes_the_pages_of_its_prompt() -> None:
+    driver = make_driver(dp_size=1, num_pages=9, chunk=128)  # 8 pages of 4 tokens
+    for number in range(2):
+        driver.submit(generate(f"r{number}", [1 + number] * 16, 1))
+    driver.step()
+    assert driver.scheduler.num_running == 2
+    finish(driver)
 
 
 def test_what_fits_beside_another_because_it_shares_its_prefix_starts_in_the_same_step() -> None:
