@@ -90,7 +90,8 @@ class StepBuilder:
         # If the prompt tokens do not suffice, the rows among which the last of them are divided.
         self._shared: SharedTokens | None = None
         self._num_left, self._num_scored_left = self.chunk_size, self._max_scored
-        self._take_in_order()
+        if needs:
+            self._take_in_order()
 
     def grow_decoding(self) -> None:
         """Reserve the slots of the decode rows; if memory is short, retract requests."""
