@@ -105,6 +105,15 @@ REGRESSIONS = [
         reason=FEWER_RETRACTS,
     ),
     Load(
+        "end-at-a-page",
+        "dp 2: 72 clients of 53 + 12 by their limit; only the last token is past four pages",
+        lambda: closed_loop(72, requests("equal", 53, 12), stagger_s=0.01),
+        6.0,
+        pool_tokens=2_080,
+        dp_size=2,
+        chunk_tokens=256,
+    ),
+    Load(
         "preempted-stream",
         "a stream of 1,900 of low priority and two clients of 8 + 40 (limit 64) of high priority",
         lambda: [

@@ -37,7 +37,7 @@ class WorstCaseCheck:
             self.num_waiting += 1
             pinned = request.message.dp_rank
             most = max(room) if pinned is None else room[pinned]
-            if scheduler.sizes.request_pages(request.max_len) <= most:
+            if scheduler.sizes.request_pages(request.max_kv_len) <= most:
                 self.could_start[reason.kind] += 1
 
     def _room(self, plan: StepPlan) -> list[int]:
@@ -51,7 +51,7 @@ class WorstCaseCheck:
             if not rank.has_row or num_chunked >= sizes.max_chunk_tokens:
                 room.append(-1)
                 continue
-            lens = rank.columns.max_len[rank.running.active]
+            lens = rank.columns.max_len[rank.running.active] - 1
             if len(sizes.groups) == 1:
                 taken = int((-(-lens // sizes.page_size)).sum())
             else:

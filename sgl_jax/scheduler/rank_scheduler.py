@@ -128,11 +128,11 @@ class RankScheduler:
 
     def num_pages_at_most(self, request: Request) -> int:
         """Return the pages that `request` would take if no running request read its prefix."""
-        return self.memory.request_pages(len(request.tokens) + 1)
+        return self.memory.request_pages(min(len(request.tokens) + 1, request.max_kv_len))
 
     def num_pages_needed(self, request: Request, cursor: PrefixCursor) -> int:
-        """Return the pages that `request` would take: for its known tokens and one more, except
-        pages that running requests also read."""
+        """Return the pages that `request` would take: for its known tokens and one more, unless
+        that ends it, except pages that running requests also read."""
         return self.num_pages_at_most(request) - self.memory.num_pages_in_use(cursor)
 
     def reusable_len(self, request: Request, cursor: PrefixCursor) -> int:
@@ -155,7 +155,7 @@ class RankScheduler:
         memory = self.memory
         num_on_tree = cursor.matched  # now: the tree will change
         lease, start = self._take_lease(request, request.session_lease(memory))
-        needed = memory.request_pages(len(request.tokens) + 1) - memory.num_held(lease)
+        needed = self.num_pages_at_most(request) - memory.num_held(lease)
         self.evict_sessions_for(needed)
         request.lease, request.dp_rank = lease, self.dp_rank
         request.matched_len = lease.kv_committed_len

@@ -191,7 +191,7 @@ def _outlooks(
             steps = (row.max_len - row.planned_len) // 2
             if soonest < 0 or steps < soonest:
                 soonest = steps
-            beyond = row.max_len - allocated_len[rows[i]]
+            beyond = row.max_len - 1 - allocated_len[rows[i]]
             most_growth += max(beyond + page_size - 1, 0) // page_size
         outlooks[rank, 0], outlooks[rank, 1] = soonest, most_growth
     return outlooks

@@ -118,6 +118,11 @@ class Request:
         self.pending_prompt_logprobs: list[TokenLogprobs] = []
 
     @property
+    def max_kv_len(self) -> int:
+        """Return the most tokens with KV: a request ends as its last token is sampled."""
+        return self.max_len - 1
+
+    @property
     def num_output_tokens(self) -> int:
         """Return the number of generated tokens read by the host, valid while waiting."""
         return len(self.tokens) - self.prompt_len

@@ -26,8 +26,8 @@ class Runnable(NamedTuple):
     decoding: RowIndex  # need one token, without drafts
     has_slots: bool  # whether every decode row has a slot; otherwise none has
     # For each row that needs more or is scored: the tokens that it needs, in this step or later,
-    # and the number of them before the first scored position.
-    prefilling: dict[int, tuple[int, int]]
+    # the number of them before the first scored position, and its priority.
+    prefilling: dict[int, tuple[int, int, int]]
 
 
 def choose_runnable(ranks: Ranks) -> list[Runnable]:
@@ -46,7 +46,7 @@ def choose_runnable(ranks: Ranks) -> list[Runnable]:
     # A copy, since compiled loops take contiguous rows.
     own_decoding, own_prefilling = decoding["own_row"].copy(), prefilling["own_row"].tolist()
     wanted, unscored = prefilling["num_wanted"].tolist(), prefilling["num_unscored"].tolist()
-    needs = list(zip(wanted, unscored, strict=True))
+    needs = list(zip(wanted, unscored, running.priority[prefilling["row"]].tolist(), strict=True))
     return [
         Runnable(
             own_decoding[first:end],

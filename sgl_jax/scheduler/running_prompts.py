@@ -96,7 +96,7 @@ class RunningPrompts:
         memory = self._memory
         computed, published = memory.rows.kv_committed_len, memory.rows.cache_protected_len
         for row in self.unpublished:
-            if computed[row] < published[row] + memory.page_size:
+            if computed.item(row) < published.item(row) + memory.page_size:
                 continue  # there is no further page
             lease = memory.leases[row]
             if memory.cache.is_awaited(lease.node, self.next_key(row)):
@@ -105,13 +105,13 @@ class RunningPrompts:
     def next_key(self, row: int) -> bytes | None:
         """Return the key of the first page after `row`'s published part; None while that page is
         incomplete."""
-        lease = self._memory.leases[row]
-        length = lease.cache_protected_len
+        length = self._memory.rows.cache_protected_len.item(row)
         known_length, key = self._next_keys.get(row, (-1, None))
         if known_length == length:
             return key
         if self._running.columns.known_len[row] < length + self._memory.page_size:
             return None
+        lease = self._memory.leases[row]
         tokens = self._running.known_tokens(row)[length:]
         key = self._memory.cache.next_key(lease.node, tokens, lease.namespace)
         self._next_keys[row] = length, key

@@ -13,7 +13,6 @@ If tenants have shares, each tenant's prompts get its share of the tokens, the o
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,7 +48,7 @@ class SharedTokens:
     ) -> None:
         self.priority = priority
         self.num_tokens, self.num_short = num_tokens, num_short
-        self._needs, self._total = needs, sum(needs.values())
+        self._needs = needs
         # The rows of the short part by ascending number of tokens left, and these numbers.
         self.short_rows: list[int] = []
         self._short_lens: list[int] = []
@@ -58,18 +57,20 @@ class SharedTokens:
         if weights is not None:
             for row in needs:
                 self._by_tenant.setdefault(int(tenants[row]), []).append(row)
-        num_older = self._total - next(reversed(needs.values()))  # tokens before the youngest
-        if not _most_after(0, num_older, num_tokens):
-            return  # too few for a short part, and the other rows have fewer before them
-        older = dict(zip(needs, accumulate(needs.values(), initial=0), strict=False))
-        num_shorter = 0
-        for row in sorted(needs, key=needs.__getitem__):
+        num_older = num_shorter = 0
+        delayed = []  # rows that older ones delay
+        for row, need in needs.items():
+            if need <= _most_after(0, num_older, num_tokens):
+                delayed.append((need, num_older, row))
+            num_older += need
+        self._total = num_older
+        for need, num_older, row in sorted(delayed):
             if num_shorter >= num_short:
                 break
-            if needs[row] <= _most_after(num_shorter, older[row], num_tokens):
+            if need <= _most_after(num_shorter, num_older, num_tokens):
                 self.short_rows.append(row)
-                self._short_lens.append(needs[row])
-                num_shorter += needs[row]
+                self._short_lens.append(need)
+                num_shorter += need
 
     def add(self, row: int, num_tokens: int, tenant: int) -> None:
         """Add the youngest row, which gets some of the tokens."""

@@ -66,22 +66,19 @@ class StepBuilder:
         self.num_drafts = _NO_DRAFTS  # of each decode row; empty if there is no speculation
         self.drafts: Int32Array | None = None  # `RankPlan.drafts`
         self.chunks: dict[int, int] = {}  # prompt tokens by row
-        # Tokens needed in this step or later.
-        self.num_prefill_tokens = 0
-        if runnable.prefilling:
-            self.num_prefill_tokens = sum([wanted for wanted, _ in runnable.prefilling.values()])
         self.has_slots = runnable.has_slots
+        self._needs = needs = runnable.prefilling  # see `_count_needs`
         # Rows of prompts, the highest priority first, then the oldest.
-        self._prefilling = list(runnable.prefilling)
-        if self._prefilling and rank.running.priorities.differ:
-            self._prefilling.sort(key=rank.columns.priority.__getitem__, reverse=True)  # stable
-        self._needs = runnable.prefilling  # see `_count_needs`
+        self._prefilling = list(needs)
+        if len(needs) > 1 and rank.running.priorities.differ:
+            self._prefilling.sort(key=lambda row: -needs[row][2])  # stable
+        # Tokens needed in this step or later.
+        self.num_prefill_tokens = sum([need[0] for need in needs.values()])
         self._max_draft_tokens = sizes.max_draft_tokens
         self._lookahead_slots = sizes.lookahead_slots
         self._shapes = sizes.step_token_shapes
         self.chunk_size = chunk_tokens  # prompt tokens of the step
         self._max_scored = sizes.max_prompt_logprob_tokens
-        self._num_left, self._num_scored_left = self.chunk_size, self._max_scored
         # Priorities of prompts, the highest first, with the tokens that higher ones leave.
         self._levels: list[tuple[int, int]] = []
         # The step has prompt tokens for another request if its priority is above this floor. If it
@@ -92,8 +89,9 @@ class StepBuilder:
         self._tenants = tenants
         # If the prompt tokens do not suffice, the rows among which the last of them are divided.
         self._shared: SharedTokens | None = None
-        if self._prefilling:
-            self._plan_tokens()
+        self._num_left, self._num_scored_left = self.chunk_size, self._max_scored
+        if needs:
+            self._take_in_order()
 
     def grow_decoding(self) -> None:
         """Reserve the slots of the decode rows; if memory is short, retract requests."""
@@ -141,7 +139,7 @@ class StepBuilder:
         """Return whether the prefilling `row` gets prompt tokens of the step, as planned so far."""
         if self._shared is None:
             return True
-        priority = int(self.rank.columns.priority[row])
+        priority = self._needs[row][2]
         if priority != self._shared.priority:
             return priority > self._shared.priority
         return self._shared.serves(row)
@@ -155,9 +153,8 @@ class StepBuilder:
         """Start a waiting request that fits, and return its row."""
         row = self.rank.admit(request, cursor)
         self._has_admitted = True
-        priority = self.rank.columns.priority
-        insort_right(self._prefilling, row, key=lambda each: -priority[each])
         self.num_prefill_tokens += self._count_needs(row)[0]
+        insort_right(self._prefilling, row, key=lambda each: -self._needs[each][2])
         floor, most_tokens = self.priority_floor, self.most_tokens
         shared = None if self._shared is None else self._shared.priority
         if request.priority in (shared, self.rank.running.priorities.lowest):
@@ -192,6 +189,9 @@ class StepBuilder:
         self.priority_floor, self.most_tokens = NO_FLOOR, NO_LIMIT
         self.open_tenants = self._shared = None
         self._levels.clear()
+        self._take_in_order()
+
+    def _take_in_order(self) -> None:
         for row in self._prefilling:
             self._take_tokens(row)
             if self._num_left <= 0:
@@ -199,7 +199,7 @@ class StepBuilder:
 
     def _take_tokens(self, row: int) -> None:
         """Count the prompt tokens that `row` takes, the next in the order of chunks."""
-        priority = int(self.rank.columns.priority[row])
+        priority = self._needs[row][2]
         if not self._levels or self._levels[-1][0] != priority:
             self._levels.append((priority, self._num_left))
         count, num_scored = self._share(row, self._num_left, self._num_scored_left)
@@ -214,20 +214,17 @@ class StepBuilder:
     def _divide(self, priority: int, num_tokens: int) -> None:
         """Divide the `num_tokens` prompt tokens left by higher priorities among the rows of
         `priority`, which need all of them."""
-        running = self.rank.running
         num_short = 0
         if not self.rank.short_debt:
             least = max(num_tokens // SHORT_PART, self.rank.memory.page_size)
             num_short = min(least, num_tokens // 2)
-        rows = self._prefilling
-        if running.priorities.differ:
-            rows = [row for row in rows if running.columns.priority[row] == priority]
+        needs = [(row, self._needs[row]) for row in self._prefilling]
         self._shared = SharedTokens(
             priority,
-            {row: self._needs[row][0] for row in rows},
+            {row: need[0] for row, need in needs if need[2] == priority},
             num_tokens,
             num_short,
-            running.columns.tenant,
+            self.rank.columns.tenant,
             self._tenants.step_weights(),
         )
         self._limit()
@@ -244,20 +241,20 @@ class StepBuilder:
 
     def _share(self, row: int, num_left: int, num_scored_left: int) -> tuple[int, int]:
         """Return how many of `num_left` prompt tokens `row` takes, and how many it scores."""
-        num_wanted, num_unscored = self._needs.get(row) or self._count_needs(row)
+        num_wanted, num_unscored, _ = self._needs.get(row) or self._count_needs(row)
         num_planned = self.chunks.get(row, 0)
         num_unscored = max(num_unscored - num_planned, 0)
         count = min(num_wanted - num_planned, num_left, num_unscored + num_scored_left)
         return count, max(count - num_unscored, 0)
 
-    def _count_needs(self, row: int) -> tuple[int, int]:
-        """Return the prompt tokens that `row` needs, and those before its first scored position,
-        which use no scores of the step. They change only as the step is launched."""
-        running, committed = self.rank.running, int(self.rank.memory.rows.kv_committed_len[row])
-        num_wanted = int(running.columns.planned_len[row]) - committed
-        num_unscored = max(int(running.columns.score_start[row]) - committed, 0)
-        self._needs[row] = num_wanted, num_unscored
-        return num_wanted, num_unscored
+    def _count_needs(self, row: int) -> tuple[int, int, int]:
+        """Return the prompt tokens that `row` needs, those before its first scored position, which
+        use no scores of the step, and its priority. They change only as the step is launched."""
+        columns, committed = self.rank.columns, int(self.rank.memory.rows.kv_committed_len[row])
+        num_wanted = int(columns.planned_len[row]) - committed
+        num_unscored = max(int(columns.score_start[row]) - committed, 0)
+        need = self._needs[row] = num_wanted, num_unscored, int(columns.priority[row])
+        return need
 
     def prefilling_rows(self) -> list[int]:
         """Return the rows with more than one token to compute, in this step or later: the highest
@@ -360,19 +357,17 @@ class StepBuilder:
         for row in self._prefilling:
             if self._num_left <= 0:
                 break
-            if shared is not None and running.columns.priority[row] == shared.priority:
+            if shared is not None and self._needs[row][2] == shared.priority:
                 self._add_parts(shared)
                 shared = None
             self._add_chunk(row, self._num_left, self._num_scored_left)
         if self._has_admitted:
             return  # a request just started may have its first chunk in the next step
         # Prefills that block each other would wait forever: retract until one can go on.
-        while len(running.runnable()):
-            if len(self.decode_rows) or self.chunks or self.unservable:
-                return
-            if len(running.runnable()) < len(running):
-                return  # a finished request will free its pages when its result is read
+        while not (len(self.decode_rows) or self.chunks or self.unservable):
             rows = running.runnable()
+            if not len(rows) or len(rows) < len(running):
+                return  # a finished request will free its pages when its result is read
             first = int(rows[running.columns.priority[rows].argmax()])
             if self._add_chunk(first, self._num_left, self._num_scored_left)[0]:
                 return

@@ -1351,8 +1351,20 @@ MUTATIONS = (
     Mutation(
         "leave room for all known tokens but not for the next",
         _RANK,
-        "return self.memory.request_pages(len(request.tokens) + 1)",
-        "return self.memory.request_pages(len(request.tokens))",
+        "request_pages(min(len(request.tokens) + 1, request.max_kv_len))",
+        "request_pages(min(len(request.tokens), request.max_kv_len))",
+    ),
+    Mutation(
+        "take a page for a last token that is never computed",
+        _REQUEST,
+        "return self.max_len - 1",
+        "return self.max_len",
+    ),
+    Mutation(
+        "forecast a page for a last token that is never computed",
+        _FORECAST,
+        "lens[2, i] = planned_len[row], max_len[row] - 1",
+        "lens[2, i] = planned_len[row], max_len[row]",
     ),
     Mutation(
         "take what a turn's session has computed for work",
@@ -1755,7 +1767,7 @@ MUTATIONS = (
     Mutation(
         "take a rank for ample after starts that are not",
         _ROOM,
-        "        self._most_growth += self.rank.memory.request_pages(request.max_len)\n",
+        "        self._most_growth += self.rank.memory.request_pages(request.max_kv_len)\n",
         "",
     ),
     Mutation(
@@ -2951,7 +2963,7 @@ MUTATIONS = (
     Mutation(
         "pressure: compute chunks by age alone",
         "sgl_jax/scheduler/step_builder.py",
-        "self._prefilling.sort(key=rank.columns.priority.__getitem__, reverse=True)",
+        "self._prefilling.sort(key=lambda row: -needs[row][2])",
         "self._prefilling.sort(key=lambda row: 0)",
     ),
     Mutation(
@@ -3805,7 +3817,7 @@ MUTATIONS = (
     Mutation(
         "chunks: put the prompt that starts behind those of a lower priority",
         "sgl_jax/scheduler/step_builder.py",
-        "insort_right(self._prefilling, row, key=lambda each: -priority[each])",
+        "insort_right(self._prefilling, row, key=lambda each: -self._needs[each][2])",
         "self._prefilling.append(row)",
     ),
     Mutation(

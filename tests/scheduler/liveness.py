@@ -318,14 +318,14 @@ def room_of(rank: RankScheduler) -> Room:
 
 def most_growth(rank: RankScheduler, rows: RowIndex) -> int:
     """The pages that the requests in `rows` may come to take."""
-    memory, most_len = rank.memory, rank.columns.max_len[rows]
+    memory, most_len = rank.memory, rank.columns.max_len[rows] - 1
     return int(pages_held_and_lacking(memory, memory.rows, rows, most_len[None])[1].sum())
 
 
 def num_pages_short(rank: RankScheduler, request: Request, room: Room) -> int:
     """Pages that `request` lacks on a rank up to its limit; 0 or less if it has enough."""
     memory, inner = rank.memory, rank.memory.cache
-    needed = memory.request_pages(request.max_len)
+    needed = memory.request_pages(request.max_kv_len)
     if isinstance(inner, RadixCache) and memory.groups[0].sliding_window is None:
         node, length = inner.find(request.matchable(), request.namespace)
         known = inner.tree.pages_to(node)[0, : length // memory.page_size].tolist()

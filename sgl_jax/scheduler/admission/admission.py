@@ -114,9 +114,9 @@ class Admission:
         """Return whether any rank may have prompt tokens for a waiting request."""
         limited = []
         for builder in builders:
-            num_above = highest - builder.priority_floor
-            if num_above > 0 and builder.can_admit and builder.rank.has_row:
-                if num_above > 1 or builder.most_tokens == NO_LIMIT:
+            floor = builder.priority_floor
+            if floor < highest and builder.can_admit and builder.rank.has_row:
+                if floor < highest - 1 or builder.most_tokens == NO_LIMIT:
                     return True
                 limited.append(builder)
         if not limited:

@@ -62,15 +62,6 @@ class InFlight:
             node = leases[row].node or root
             unread.setdefault(node.node_id, []).append(row)
 
-    def _list_all(self) -> dict[int, list[int]]:
-        """List the prefilling rows and return `_unread`. While there are none, it stays None, so
-        that the next call lists the rows that have started by then."""
-        unread: dict[int, list[int]] = {}
-        if self._builder.is_prefilling:
-            self._unread = unread
-            self._list(self._builder.prefilling_rows(), unread)
-        return unread
-
     def _rows_behind(self, node: TreeNode, unread: list[int]) -> dict[bytes, int]:
         """Read the `unread` rows listed at `node`. Return the leading row after it for each key of
         a next page: of several, the one of the highest priority, else the first."""
@@ -114,9 +105,12 @@ class InFlight:
             cursor: the cursor of its tokens on the rank's tree.
             num_read: tokens that it could read if it started now.
         """
-        unread = self._list_all() if self._unread is None else self._unread
-        if not unread:
+        if not self._builder.is_prefilling:
             return None
+        unread = self._unread
+        if unread is None:
+            unread = self._unread = {}
+            self._list(self._builder.prefilling_rows(), unread)
         running, memory = self._rank.running, self._rank.memory
         for node, key in cursor.places(unread):
             first = self._rows_behind(node, unread[node.node_id]).get(key)

@@ -267,7 +267,7 @@ class RankCapacity:
         self._started.append(row)
         if self.is_counted:
             self._forecast.start(self.dp_rank, row)
-        self._most_growth += self.rank.memory.request_pages(request.max_len)
+        self._most_growth += self.rank.memory.request_pages(request.max_kv_len)
         self._preemptible = self._sorted_ends = None
         end = self.rank.running.expected_steps_to_end(row)
         self._soonest_end = end if self._soonest_end is None else min(self._soonest_end, end)

@@ -134,15 +134,15 @@ def _lens(
     prompt_len: Int32Array,
     committed_len: Int32Array,
 ) -> Int32Array:
-    """Return int32[5, n], token counts of each of `rows`: present, present and one more, maximum,
-    of the output, and not computed."""
+    """Return int32[5, n], token counts of each of `rows`: present, present and one more with KV,
+    most with KV (a request ends as its last token is sampled), of the output, and not computed."""
     lens = np.empty((5, len(rows)), np.int32)
     assert len(planned_len) == len(max_len) == len(prompt_len) == len(committed_len)
     for i in range(len(rows)):
         row = rows[i]
         assert 0 <= row < len(planned_len)
-        lens[0, i], lens[2, i] = planned_len[row], max_len[row]
-        lens[1, i] = min(planned_len[row] + 1, max_len[row])
+        lens[0, i], lens[2, i] = planned_len[row], max_len[row] - 1
+        lens[1, i] = min(planned_len[row] + 1, max_len[row] - 1)
         lens[3, i] = planned_len[row] - prompt_len[row]
         lens[4, i] = planned_len[row] - committed_len[row]
     return lens
@@ -231,7 +231,7 @@ def _add_rows(
             continue
         need = needs[rank]
         for i in range(bounds[rank], bounds[rank + 1]):
-            left_len = lens[2, i] - lens[0, i]
+            left_len = lens[2, i] + 1 - lens[0, i]
             held, known, most = float(pages[0, i]), float(pages[2, i]), pages[3, i]
             growth = (most - known) / max(left_len, 1)  # pages a token
             need.held += pages[0, i]

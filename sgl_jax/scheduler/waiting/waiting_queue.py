@@ -133,8 +133,8 @@ class WaitingQueue:
         output_len, left_len = num_tokens - request.prompt_len, request.max_len - num_tokens
         bucket, expected = self._lengths.expected(number, output_len, left_len)
         self._columns.lines.needs[line] = (
-            memory.request_pages(num_tokens + 1),
-            memory.request_pages(request.max_len),
+            memory.request_pages(min(num_tokens + 1, request.max_kv_len)),
+            memory.request_pages(request.max_kv_len),
             num_tokens,
             left_len,
             output_len,

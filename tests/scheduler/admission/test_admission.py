@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from sgl_jax.core.scheduler_args import SchedulerArgs
-from sgl_jax.scheduler.admission.admission import MAX_SKEW_REQUESTS
+from sgl_jax.scheduler.admission.admission import MAX_SKEW_REQUESTS, Hold
 from sgl_jax.scheduler.admission.rank_capacity import RankCapacity
 from sgl_jax.scheduler.request import Request
 from tests.scheduler.driver import Driver, generate, make_sizes, price_retracts_fully
@@ -98,6 +98,23 @@ def test_due_requests_hold_a_rank_each() -> None:
     finish(driver)
 
 
+def test_a_due_request_holds_a_rank_that_is_not_held_though_it_lacks_more_there() -> None:
+    driver = make_driver(num_pages=21, num_running=12)
+    start(driver, "on 0", [1] * 33, 36, 0)
+    start(driver, "on 1", [2] * 41, 36, 1)
+    for i in range(2):
+        driver.submit(generate(f"big {i}", [3 + i] * 61, 2))  # ends before the first may start
+    for i in range(2):
+        driver.submit(generate(f"passes {i}", [7 + i], 1))
+        driver.step()
+    holds: dict[str, Hold] = {}
+    while not holds:
+        driver.step()
+        holds = driver.scheduler._admission._holds
+    assert {rid: hold.dp_rank for rid, hold in holds.items()} == {"big 0": 0, "big 1": 1}
+    finish(driver)
+
+
 @pytest.mark.parametrize(("conservativeness", "held_pages"), [(0.0, 16), (1.0, 18)])
 def test_a_hold_leaves_a_due_request_the_pages_that_it_grows_to(
     monkeypatch: pytest.MonkeyPatch, conservativeness: float, held_pages: int
@@ -139,7 +156,7 @@ def test_the_step_of_a_due_request_is_fixed_as_its_rank_is_held(
 
     monkeypatch.setattr(RankCapacity, "hold", watched)
     start(driver, "a", [1] * 41, 30, 0)  # ends in 30 steps: at moment 32 it is gone
-    driver.submit(generate("big", [4] * 61, 12))
+    driver.submit(generate("big", [4] * 64, 12))  # and a page for its first new token
     for i in range(2):
         driver.submit(generate(f"passes {i}", [5 + i], 1))
         driver.step()
@@ -150,7 +167,7 @@ def test_the_step_of_a_due_request_is_fixed_as_its_rank_is_held(
     assert len(holds) > 20
     assert len(until_steps) == 1
     assert 24 <= until_steps.pop() - first <= 33
-    assert (held_pages, held_most) == ({16}, {19})
+    assert (held_pages, held_most) == ({17}, {19})  # the last of 76 tokens takes no page
     finish(driver)
 
 
@@ -366,6 +383,28 @@ def test_two_requests_that_fit_one_by_one_but_not_together_do_not_start_together
     assert driver.scheduler.num_running == 1
     finish(driver)
     assert driver.scheduler.counters()["requests_retracted"] == 0
+
+
+def test_the_last_token_of_a_request_takes_no_page() -> None:
+    """Of 29 tokens, 28 have KV: a quarter of the 28 pages of 4 tokens."""
+    config = {"schedule_conservativeness": 1.0}
+    driver = make_driver(dp_size=1, num_pages=29, chunk=128, config=config)
+    price_retracts_fully(driver.scheduler)
+    for number in range(4):
+        driver.submit(generate(f"r{number}", [1 + number] * 6, 23))
+    driver.step()
+    assert driver.scheduler.num_running == 4
+    finish(driver)
+    assert driver.scheduler.counters()["requests_retracted"] == 0
+
+
+def test_a_request_of_one_token_takes_the_pages_of_its_prompt() -> None:
+    driver = make_driver(dp_size=1, num_pages=9, chunk=128)  # 8 pages of 4 tokens
+    for number in range(2):
+        driver.submit(generate(f"r{number}", [1 + number] * 16, 1))
+    driver.step()
+    assert driver.scheduler.num_running == 2
+    finish(driver)
 
 
 def test_what_fits_beside_another_because_it_shares_its_prefix_starts_in_the_same_step() -> None:

@@ -131,7 +131,8 @@ def test_the_forecast_is_the_mean_and_a_part_of_the_deviation_of_all_requests() 
             output_len = int(running.planned_len[row] - running.prompt_len[row])
             number = int(running.length_class[row])
             bucket = int(np.searchsorted(lengths.starts, output_len, "right")) - 1
-            next_len, max_len = int(running.planned_len[row]) + 1, int(running.max_len[row])
+            max_len = int(running.max_len[row]) - 1  # with KV
+            next_len = min(int(running.planned_len[row]) + 1, max_len)
             known = -(-next_len // 4) - int(listed)
             growth = -(-max_len // 4) - int(listed) - known
             chance = lengths.chances[number, bucket][MOMENTS[:-1] <= ahead][-1]

@@ -247,6 +247,17 @@ def test_a_limit_of_tokens_leaves_out_longer_requests_of_the_lowest_priority_tha
     assert [request.arrival for request in queue.tried(offer)] == [2, 1, 3]
 
 
+def test_a_limit_of_tokens_counts_those_that_the_rank_lacks() -> None:
+    queue = Queue(dp_size=2)
+    queue.add(0, 16)  # 21 tokens, of which rank 1 has 16
+    offer = queue.offer(60)
+    offer.rooms["floor"] = -1
+    offer.rooms["most_tokens"] = 5
+    assert [request.arrival for request in queue.tried(offer)] == [0]
+    offer.rooms["floor"][1] = 0
+    assert list(queue.tried(offer)) == []
+
+
 def test_a_request_that_becomes_due_in_a_step_is_tried_in_it() -> None:
     queue = Queue("lpm", cached_len=32)
     queue.add(0, tokens=[7] * 60)  # fits nowhere
