@@ -1,9 +1,10 @@
 """Load a running server and report throughput and latency: `sgl-jax bench serve`.
 
-Flags and table match SGLang's `bench_serving` with its random-token data set. Requests go to the
-native route (`--backend sglang`) or the OpenAI route (`--backend sglang-oai`) of any server with
-that route, so that one program can measure two servers. The vocabulary size and the longest request
-are read from the server.
+Flags and table match SGLang's `bench_serving` with its random-token data set; `--trace` replays
+recorded traffic instead (docs/measurements/recorded_traffic.md). Requests go to the native route
+(`--backend sglang`) or the OpenAI route (`--backend sglang-oai`) of any server with that route, so
+that one program can measure two servers. The vocabulary size and the longest request are read from
+the server.
 """
 
 import argparse
@@ -17,9 +18,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import aiohttp
+
+from sgl_jax.bench.trace.reading import TraceError, read_trace
+from sgl_jax.bench.trace.turns import turn_kinds
+from sgl_jax.bench.traced_load import Chain, TracedPrompts, traced_chains
 
 _FIRST_PLAIN_TOKEN = 300  # most vocabularies begin with bytes and special tokens
 _LAST_SPECIAL_TOKENS = 16
@@ -57,8 +63,12 @@ class ServerFacts:
 
 @dataclass
 class RequestTimes:
-    """One request as measured by the client; times in seconds from its start."""
+    """One request as measured by the client; times in seconds from its start. `cached_tokens` are
+    those that the server reports."""
 
+    index: int = 0
+    num_prompt_tokens: int = 0
+    cached_tokens: int = 0
     num_output_tokens: int = 0
     ttft_s: float = 0.0
     e2e_s: float = 0.0
@@ -69,20 +79,26 @@ class RequestTimes:
 
 @dataclass(frozen=True)
 class Load:
-    """The requests of one run: request i sends `prompts[i]` for `output_lens[i]` tokens."""
+    """The requests of one run: request i sends `prompts[i]` for `output_lens[i]` tokens. Chains
+    start at once, and of each, a request is sent after the answer to the one before. None begins
+    after `duration_s`. `kinds` of turns are set for recorded agents."""
 
     url: str
     backend: str
     model: str
-    prompts: list[list[int]]
+    prompts: Sequence[list[int]]
     output_lens: list[int]
     max_concurrency: int
-    request_rate: float  # requests per second; inf sends as fast as concurrency allows
+    chains: list[Chain]
+    duration_s: float = float("inf")
+    kinds: list[str] | None = None
 
 
 def make_load(args: argparse.Namespace, facts: ServerFacts) -> Load:
-    """Return random prompts of the requested lengths; equal seeds give equal prompts. Raises
-    LoadError if the server would refuse a request."""
+    """Return random prompts of the requested lengths, or those of a recording; equal seeds give
+    equal prompts. Raises LoadError if the server would refuse a request."""
+    if args.trace is not None:
+        return _traced_load(args, facts)
     prompt_len = max(args.random_input_len, args.shared_prefix_len + 1)
     most = facts.max_request_tokens
     if most is not None and prompt_len + args.random_output_len > most:
@@ -91,14 +107,8 @@ def make_load(args: argparse.Namespace, facts: ServerFacts) -> Load:
             f"{most} tokens that the server takes per request: choose a smaller "
             "--random-input-len, --shared-prefix-len or --random-output-len"
         )
-    vocab_size = args.vocab_size or facts.vocab_size
-    if vocab_size is None:
-        raise LoadError("the server does not return its vocabulary size: give --vocab-size")
-    if facts.vocab_size is not None and vocab_size > facts.vocab_size:
-        raise LoadError(f"--vocab-size {vocab_size} is more than the server's {facts.vocab_size}")
+    low, high = _plain_tokens(args, facts)
     rng = random.Random(args.seed)
-    high = vocab_size - _LAST_SPECIAL_TOKENS
-    low = min(_FIRST_PLAIN_TOKEN, high // 2)
 
     def length(most: int) -> int:
         return rng.randint(max(1, int(most * args.random_range_ratio)), most)
@@ -116,7 +126,44 @@ def make_load(args: argparse.Namespace, facts: ServerFacts) -> Load:
         prompts=prompts,
         output_lens=output_lens,
         max_concurrency=args.max_concurrency or args.num_prompts,
-        request_rate=args.request_rate,
+        chains=[[(i / args.request_rate, i)] for i in range(args.num_prompts)],
+    )
+
+
+def _plain_tokens(args: argparse.Namespace, facts: ServerFacts) -> tuple[int, int]:
+    """Return the range, without its end, of tokens that prompts have."""
+    vocab_size = args.vocab_size or facts.vocab_size
+    if vocab_size is None:
+        raise LoadError("the server does not return its vocabulary size: give --vocab-size")
+    if facts.vocab_size is not None and vocab_size > facts.vocab_size:
+        raise LoadError(f"--vocab-size {vocab_size} is more than the server's {facts.vocab_size}")
+    high = vocab_size - _LAST_SPECIAL_TOKENS
+    return min(_FIRST_PLAIN_TOKEN, high // 2), high
+
+
+def _traced_load(args: argparse.Namespace, facts: ServerFacts) -> Load:
+    """Return the recorded requests, without those that the server would refuse."""
+    try:
+        recorded = read_trace(args.trace, args.num_prompts)
+    except (OSError, TraceError) as error:
+        raise LoadError(str(error)) from error
+    most = facts.max_request_tokens or float("inf")
+    trace = [each for each in recorded if each.input_len + each.output_len <= most]
+    if not trace:
+        raise LoadError(f"all requests of {args.trace} exceed the server's {most} tokens")
+    if len(trace) < len(recorded):
+        left_out = len(recorded) - len(trace)
+        print(f"{left_out} requests of more than {most} tokens are left out", file=sys.stderr)
+    return Load(
+        url=args.base_url,
+        backend=args.backend,
+        model=args.model,
+        prompts=TracedPrompts(trace, *_plain_tokens(args, facts)),
+        output_lens=[request.output_len for request in trace],
+        max_concurrency=args.max_concurrency or len(trace),
+        chains=traced_chains(trace, args),
+        duration_s=args.duration_s,
+        kinds=turn_kinds(trace) if any(request.agent for request in trace) else None,
     )
 
 
@@ -136,6 +183,12 @@ def _body(load: Load, index: int) -> tuple[str, dict[str, Any]]:
     }
 
 
+def _cached_tokens(event: dict[str, Any], before: int) -> int:
+    details = (event.get("usage") or {}).get("prompt_tokens_details") or {}
+    meta = event.get("meta_info") or {}
+    return int(meta.get("cached_tokens") or details.get("cached_tokens") or before)
+
+
 def _tokens_so_far(backend: str, event: dict[str, Any], before: int) -> int:
     if backend == "sglang":
         return int(event["meta_info"]["completion_tokens"])
@@ -147,7 +200,8 @@ def _tokens_so_far(backend: str, event: dict[str, Any], before: int) -> int:
 
 async def _send(session: aiohttp.ClientSession, load: Load, index: int) -> RequestTimes:
     path, body = _body(load, index)
-    times = RequestTimes()
+    prompt = body["input_ids"] if load.backend == "sglang" else body["prompt"]
+    times = RequestTimes(index, len(prompt))
     start = last = time.perf_counter()
     try:
         async with session.post(load.url + path, json=body) as response:
@@ -162,6 +216,7 @@ async def _send(session: aiohttp.ClientSession, load: Load, index: int) -> Reque
                     times.error = str(event["error"])[:200]
                     return times
                 now = time.perf_counter()
+                times.cached_tokens = _cached_tokens(event, times.cached_tokens)
                 count = _tokens_so_far(load.backend, event, times.num_output_tokens)
                 gained = count - times.num_output_tokens
                 if gained <= 0:
@@ -179,33 +234,41 @@ async def _send(session: aiohttp.ClientSession, load: Load, index: int) -> Reque
 
 
 async def run(load: Load) -> tuple[list[RequestTimes], float]:
-    """Send all requests; return one entry per request, and the seconds from start to end."""
+    """Send all requests; return an entry per sent request in the load's order, and the seconds from
+    start to end."""
     permits = asyncio.Semaphore(load.max_concurrency)
     timeout = aiohttp.ClientTimeout(total=3600)
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0), timeout=timeout
     ) as session:
-
-        async def one(index: int) -> RequestTimes:
-            await asyncio.sleep(index / load.request_rate)  # 0 at an infinite rate
-            async with permits:
-                return await _send(session, load, index)
-
         start = time.perf_counter()
-        results = await asyncio.gather(*(one(i) for i in range(len(load.prompts))))
-        return list(results), time.perf_counter() - start
+
+        async def send_chain(chain: Chain) -> list[RequestTimes]:
+            answered = []
+            for delay_s, index in chain:
+                if time.perf_counter() + delay_s - start >= load.duration_s:
+                    break
+                await asyncio.sleep(delay_s)
+                async with permits:
+                    answered.append(await _send(session, load, index))
+            return answered
+
+        results = await asyncio.gather(*map(send_chain, load.chains))
+        times = sorted((each for sent in results for each in sent), key=lambda each: each.index)
+        return times, time.perf_counter() - start
 
 
 def summarise(load: Load, results: Sequence[RequestTimes], wall_s: float) -> dict[str, float]:
     """Return the figures of the table by name. Latencies are in milliseconds."""
     done = [times for times in results if times.error is None]
-    inputs = sum(len(load.prompts[i]) for i, times in enumerate(results) if times.error is None)
+    inputs = sum(times.num_prompt_tokens for times in done)
     outputs = sum(times.num_output_tokens for times in done)
     figures: dict[str, float] = {
         "successful_requests": len(done),
         "failed_requests": len(results) - len(done),
         "duration_s": wall_s,
         "total_input_tokens": inputs,
+        "cached_input_tokens": sum(times.cached_tokens for times in done),
         "total_output_tokens": outputs,
         "request_throughput": len(done) / wall_s,
         "input_throughput": inputs / wall_s,
@@ -222,6 +285,15 @@ def summarise(load: Load, results: Sequence[RequestTimes], wall_s: float) -> dic
     }
     for name, values in series.items():
         figures |= {f"{key}_{name}_ms": 1e3 * value for key, value in _spread(values).items()}
+    for kind in dict.fromkeys(load.kinds or ()):
+        turns = [times for times in done if load.kinds and load.kinds[times.index] == kind]
+        if turns:
+            tokens = sum(times.num_prompt_tokens for times in turns)
+            figures |= {
+                f"turns_{kind}": len(turns),
+                f"hit_rate_{kind}": sum(times.cached_tokens for times in turns) / tokens,
+                f"mean_ttft_s_{kind}": statistics.mean(times.ttft_s for times in turns),
+            }
     return figures
 
 
@@ -270,6 +342,18 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--vocab-size", type=int, help="token ids are below this; default: all")
     parser.add_argument("--request-rate", type=float, default=float("inf"))
     parser.add_argument("--max-concurrency", type=int, default=0, help="0: no bound")
+    parser.add_argument(
+        "--trace", type=Path, help="recorded traffic, of which --num-prompts are sent"
+    )
+    parser.add_argument("--speedup", type=float, default=1.0, help="of recorded times")
+    parser.add_argument(
+        "--closed-loop",
+        action="store_true",
+        help="recorded agents send a request the recorded pause after the last answer",
+    )
+    parser.add_argument(
+        "--duration-s", type=float, default=float("inf"), help="send no request after this time"
+    )
     parser.add_argument("--warmup-requests", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output-file", help="append the figures as a line of JSON")
@@ -290,7 +374,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.warmup_requests:
         rng = random.Random(-args.seed)
         warm = [rng.sample(prompt, len(prompt)) for prompt in load.prompts[: args.warmup_requests]]
-        asyncio.run(run(replace(load, prompts=warm)))
+        chains = [[(0.0, i)] for i in range(len(warm))]
+        asyncio.run(run(replace(load, prompts=warm, chains=chains, duration_s=float("inf"))))
     results, wall_s = asyncio.run(run(load))
     figures = summarise(load, results, wall_s)
     print(format_table(figures))

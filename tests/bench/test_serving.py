@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
@@ -14,8 +15,10 @@ DEMO = ServerFacts(vocab_size=768, max_request_tokens=512)
 
 
 @contextmanager
-def server(**answers: object) -> Iterator[str]:
-    """Answers GET /name with answers[name] as JSON, all else with 404."""
+def server(received: list[list[int]] | None = None, **answers: object) -> Iterator[str]:
+    """Answers GET /name with answers[name] as JSON, all else with 404; appends the prompts of POST
+    to `received`, and answers each with as many tokens as it asks for, 512 of them cached."""
+    received = [] if received is None else received
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -23,6 +26,15 @@ def server(**answers: object) -> Iterator[str]:
             self.send_response(404 if answer is None else 200)
             self.end_headers()
             self.wfile.write(json.dumps(answer).encode())
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            received.append(body["input_ids"])
+            self.send_response(200)
+            self.end_headers()
+            counts = {"completion_tokens": body["sampling_params"]["max_new_tokens"]}
+            event = {"meta_info": {**counts, "cached_tokens": 512}}
+            self.wfile.write(f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n".encode())
 
         def log_message(self, format: str, *args: object) -> None:
             """Quiet."""
@@ -86,3 +98,64 @@ def test_a_load_that_cannot_be_sent_ends_with_a_sentence(capsys: pytest.CaptureF
     assert "exceed the 512 tokens" in capsys.readouterr().err
     assert main(["--base-url", url]) == 2
     assert "no server responds at" in capsys.readouterr().err
+
+
+def recording(path: Path) -> str:
+    """Two agents: the first has three turns, of which the second comes after a tool call; the
+    prompt of the last request is longer than the server takes."""
+    turns = [
+        ("a", 0, 600, [1, 2], "tool_use", 0.0),
+        ("b", 0, 700, [1, 3], "", 0.0),
+        ("a", 5, 1030, [1, 2, 4], "end_turn", 0.2),
+        ("a", 9, 5000, list(range(10, 20)), "", 1000.0),
+    ]
+    lines = [
+        json.dumps(
+            {"timestamp": ms, "input_length": length, "output_length": 3, "hash_ids": ids}
+            | {"agent": agent, "stop": stop, "think_s": think_s}
+        )
+        for agent, ms, length, ids, stop, think_s in turns
+    ]
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+def test_recorded_agents_are_replayed_in_a_closed_loop(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    received: list[list[int]] = []
+    facts = {"vocab_size": 768, "max_request_tokens": 4000}
+    figures = tmp_path / "figures.jsonl"
+    with server(received, get_model_info=facts) as url:
+        words = ["--base-url", url, "--trace", recording(tmp_path / "trace.jsonl")]
+        more = ["--closed-loop", "--warmup-requests", "0", "--output-file", str(figures)]
+        assert main([*words, *more]) == 0
+    assert "1 requests of more than 4000 tokens are left out" in capsys.readouterr().err
+    assert sorted(map(len, received[:2])) == [600, 700]
+    assert len(received[2]) == 1030
+    first = next(prompt for prompt in received if len(prompt) == 600)
+    assert received[2][:600] == first
+    assert 300 <= min(map(min, received)) <= max(map(max, received)) < 752
+    values = json.loads(figures.read_text())
+    assert values["successful_requests"] == 3
+    assert values["duration_s"] >= 0.2
+    assert values["cached_input_tokens"] == 3 * 512
+    assert values["turns_after a tool call"] == 1
+    assert values["hit_rate_after a tool call"] == pytest.approx(512 / 1030)
+
+
+def test_no_request_is_sent_after_the_duration(tmp_path: Path) -> None:
+    received: list[list[int]] = []
+    with server(received, get_model_info={"vocab_size": 768}) as url:
+        words = ["--base-url", url, "--trace", recording(tmp_path / "trace.jsonl")]
+        more = ["--closed-loop", "--duration-s", "0.1", "--warmup-requests", "1"]
+        assert main([*words, *more]) == 0
+    assert sorted(map(len, received)) == [600, 600, 700]
+
+
+def test_a_recording_that_cannot_be_read_ends_with_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    with server(get_model_info={"vocab_size": 768}) as url:
+        assert main(["--base-url", url, "--trace", str(tmp_path / "none.jsonl")]) == 2
+    assert "No such file" in capsys.readouterr().err

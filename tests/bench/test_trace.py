@@ -187,6 +187,9 @@ def test_the_command_prints_the_cache_alone_beside_the_oracles(capsys):
     assert "100 requests" in table
     for name in ("tree, lru", "LRU", "ghost list", "farthest use", "no limit"):
         assert name in table
+    longest = sum(len(each.block_ids) > 20 for each in read_trace(EXCERPT, 100))
+    assert main([*words[:-1], "20"]) == 0
+    assert f"{longest:,} longer prompts skipped" in capsys.readouterr().out
 
 
 def test_the_command_serves_and_reports_as_json(capsys):

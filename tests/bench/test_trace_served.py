@@ -11,11 +11,13 @@ from sgl_jax.bench.trace.planned_time import PlannedStepTime, planned_step_time
 from sgl_jax.bench.trace.reading import (
     BLOCK_TOKENS,
     VOCAB_SIZE,
+    TracedRequest,
     read_trace,
 )
 from sgl_jax.bench.trace.report import served_text, served_values
 from sgl_jax.bench.trace.served import serve_trace
 from sgl_jax.bench.trace.step_time import LinearStepTime, rank_load
+from sgl_jax.bench.trace.turns import turn_kinds
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.server_args import ServerArgs
@@ -291,3 +293,48 @@ def test_planned_engines_have_quantized_weights(monkeypatch):
     # 70 of 126 GiB.
     with pytest.raises(CompilingError):
         planned_step_time(ServerArgs(**settings, quantization="int8"), "v5e-8")
+
+
+def agent_requests():
+    """Two agents: one calls a tool and then answers, the other has one turn, late."""
+    turns = [("a", 0, "tool_use", 0.0), ("a", 100, "end_turn", 5.0), ("a", 200, "", 50.0)]
+    requests = [
+        TracedRequest(ms, 600 + 10 * i, 4, (1, 2 + i), agent=agent, stop=stop, think_s=think_s)
+        for i, (agent, ms, stop, think_s) in enumerate(turns)
+    ]
+    return [*requests, TracedRequest(20_000, 600, 4, (9, 10), agent="b")]
+
+
+def test_in_a_closed_loop_a_turn_comes_the_recorded_pause_after_the_answer():
+    trace = agent_requests()
+    run = serve_trace(trace, sizes_for(trace, num_tokens=8192), SchedulerArgs(), MS, closed_s=21.0)
+    first, second, third, other = run.requests
+    assert first.arrival_s == 0
+    assert second.arrival_s == pytest.approx(first.end_s + 5)
+    assert np.isnan(third.arrival_s)  # after the end of the loop
+    assert other.arrival_s == 20
+    assert second.cached_tokens == 512
+    values = served_values(run, {}, trace)
+    assert (values["requests"], values["finished"]) == (3, 3)
+    assert {kind: each["completed"] for kind, each in values["turns"].items()} == {
+        "first": 2,
+        "after a tool call": 1,
+    }
+    assert values["turns"]["after a tool call"]["hit_rate"] == pytest.approx(512 / 610)
+    assert "after a tool call" in served_text(values)
+
+
+def test_the_first_turn_of_an_agent_after_the_end_of_a_closed_loop_is_left_out():
+    trace = agent_requests()
+    sizes = sizes_for(trace, num_tokens=8192)
+    run = serve_trace(trace, sizes, SchedulerArgs(), MS, closed_s=2.0)
+    assert [not np.isnan(log.arrival_s) for log in run.requests] == [True, False, False, False]
+
+
+def test_turns_are_told_apart_by_the_answer_before():
+    assert turn_kinds(agent_requests()) == [
+        "first",
+        "after a tool call",
+        "after a final answer",
+        "first",
+    ]

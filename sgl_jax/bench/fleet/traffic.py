@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from sgl_jax.bench.trace.reading import TracedRequest
@@ -67,8 +68,6 @@ class Traffic:
         indices = map(self._index_of.__getitem__, recorded.block_ids)
         shared = self._shared
         block_ids = tuple(index if index in shared else index + shift for index in indices)
-        traced = TracedRequest(
-            recorded.arrival_ms, recorded.input_len, recorded.output_len, block_ids
-        )
+        traced = msgspec.structs.replace(recorded, block_ids=block_ids)
         own = next((id for id in block_ids if id not in shared), block_ids[-1])
         return FleetRequest(number, float(self.arrivals_s[number]), traced, own)

@@ -92,6 +92,13 @@ def _parser() -> argparse.ArgumentParser:
         help="of the store below host memory in a direction, which keeps everything, with "
         "--hicache-storage-backend (default %(default)s)",
     )
+    served.add_argument(
+        "--closed-loop-s",
+        type=float,
+        metavar="SECONDS",
+        help="for recorded agents: the next request comes its recorded pause after the answer, and "
+        "none after so many seconds (default: as recorded)",
+    )
     served.add_argument("--plot", type=Path, help=f"picture ({', '.join(PLOT_SUFFIXES)})")
     return parser
 
@@ -121,6 +128,8 @@ def _check(words: argparse.Namespace) -> None:
     for name in ("host_link_gb_s", "store_gb_s"):
         if not 0 < getattr(words, name) < float("inf"):
             raise ValueError(f"{flag(name)} must be positive, got {getattr(words, name)}")
+    if words.closed_loop_s is not None and not words.closed_loop_s > 0:
+        raise ValueError(f"--closed-loop-s must be positive, got {words.closed_loop_s}")
     if words.plot is None:
         return
     if words.cache_only:
@@ -149,7 +158,8 @@ def _cache_only(trace: Trace, words: argparse.Namespace) -> str:
             for policy in EVICTION_POLICIES
         }
         oracles = oracle_hit_rates(trace, capacity)
-        rows.append(CacheRow(capacity, capacity >= all_blocks, tree, oracles))
+        num_skipped = sum(len(request.block_ids) > capacity for request in trace)
+        rows.append(CacheRow(capacity, capacity >= all_blocks, num_skipped, tree, oracles))
     if words.json:
         return json.dumps([row._asdict() for row in rows], indent=2)
     num_tokens = sum(request.input_len for request in trace)
@@ -186,7 +196,15 @@ def _served(trace: Trace, words: argparse.Namespace) -> str:
     link: HostLink | None = None
     if sizes.host_blocks:
         link = HostLink(page_bytes, words.host_link_gb_s * 1e9, words.store_gb_s * 1e9)
-    run = serve_trace(trace, sizes, args, step_seconds, speedup=words.speedup, link=link)
+    run = serve_trace(
+        trace,
+        sizes,
+        args,
+        step_seconds,
+        speedup=words.speedup,
+        link=link,
+        closed_s=words.closed_loop_s,
+    )
     pool_tokens = sizes.dp_size * (sizes.pool_pages[0] - 1) * sizes.page_size
     capacity = pool_tokens // BLOCK_TOKENS
     oracles = oracle_hit_rates(trace, capacity)
@@ -194,7 +212,7 @@ def _served(trace: Trace, words: argparse.Namespace) -> str:
         in_host = sizes.dp_size * (sizes.host_blocks[0] - 1) * sizes.page_size // BLOCK_TOKENS
         oracles |= {"LRU of the host's size": oracle_hit_rates(trace, in_host)["LRU"]}
     oracles |= {"no limit": oracle_hit_rates(trace, num_distinct_blocks(trace))["LRU"]}
-    values = served_values(run, oracles)
+    values = served_values(run, oracles, trace)
     title = (
         f"{len(trace):,} requests, {sizes.dp_size} x {pool_tokens // sizes.dp_size:,} "
         f"KV tokens in pages of {sizes.page_size}, {words.radix_eviction_policy} eviction"

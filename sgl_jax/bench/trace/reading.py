@@ -38,6 +38,11 @@ class TracedRequest(msgspec.Struct, frozen=True):
     block_ids: tuple[Annotated[int, Meta(ge=0, lt=_MAX_BLOCK_ID)], ...] = msgspec.field(
         name="hash_ids"
     )
+    # Recorded agents only: id of the conversation, why the answer ended ("tool_use", "end_turn", or
+    # "" if unknown), and the seconds from the end of the conversation's last answer.
+    agent: str | None = None
+    stop: str = ""
+    think_s: Annotated[float, Meta(ge=0)] = 0.0
 
 
 def read_trace(path: Path, num_requests: int | None = None) -> list[TracedRequest]:

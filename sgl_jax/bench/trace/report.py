@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from sgl_jax.bench.trace.reading import TracedRequest
 from sgl_jax.bench.trace.served import RequestLog, Sample, ServedRun
+from sgl_jax.bench.trace.turns import turn_values
 from sgl_jax.planner.plot_file import add_grids_and_legends, figure_class, save_figure
 
 _NUM_INTERVALS = 60  # intervals of the run, for rates and percentiles
@@ -20,6 +22,7 @@ class CacheRow(NamedTuple):
 
     blocks: int
     is_unlimited: bool  # more blocks than the trace has
+    num_skipped: int  # prompts with more blocks: not served, and no hits
     tree: dict[str, float]  # radix tree, by eviction policy
     oracles: dict[str, float]
 
@@ -34,26 +37,32 @@ def cache_table(rows: Sequence[CacheRow]) -> str:
         rates = [*row.tree.values(), *row.oracles.values()]
         cells = "  ".join(f"{rate:>{width}.3f}" for rate, width in zip(rates, widths, strict=True))
         blocks = "no limit" if row.is_unlimited else f"{row.blocks:,}"
-        lines.append(f"{blocks:>13}  {cells}")
+        skipped = f"  {row.num_skipped:,} longer prompts skipped" if row.num_skipped else ""
+        lines.append(f"{blocks:>13}  {cells}{skipped}")
     return "\n".join(lines)
 
 
-def served_values(run: ServedRun, oracles: Mapping[str, float]) -> dict[str, Any]:
+def served_values(
+    run: ServedRun, oracles: Mapping[str, float], trace: Sequence[TracedRequest] = ()
+) -> dict[str, Any]:
     """Return JSON values; times are seconds of the clock, `host_*` microseconds of CPU time.
 
     Args:
         run: a run that served at least one request.
         oracles: hit rates of block caches of the same capacity, by name.
+        trace: the requests; if agents sent them, the values include each kind of turn.
     """
-    served = [log for log in run.requests if log.refusal is None]
+    arrived = [log for log in run.requests if not np.isnan(log.arrival_s)]
+    served = [log for log in arrived if log.refusal is None]
     counters = run.counters
     prompt_tokens, output_tokens = counters["prompt_tokens"], counters["generated_tokens"]
     host_us = np.array(run.host_s) * 1e6
     return {
-        "requests": len(run.requests),
+        "requests": len(arrived),
         "finished": len(served),
-        "refused": len(run.requests) - len(served),
-        "refusals": sorted({log.refusal for log in run.requests if log.refusal is not None}),
+        "refused": len(arrived) - len(served),
+        "refusals": sorted({log.refusal for log in arrived if log.refusal is not None}),
+        "turns": turn_values(trace, run.requests) if any(each.agent for each in trace) else {},
         "retracted": counters["requests_retracted"],
         "evicted_pages": counters["evicted_pages"],
         "prompt_tokens": prompt_tokens,
@@ -81,7 +90,7 @@ def served_values(run: ServedRun, oracles: Mapping[str, float]) -> dict[str, Any
             "p99": float(np.percentile(host_us, 99)),
             "max": float(host_us.max()),
         },
-        "host_us_per_arrival": run.arrivals_host_s / len(run.requests) * 1e6,
+        "host_us_per_arrival": run.arrivals_host_s / len(arrived) * 1e6,
     }
 
 
@@ -112,6 +121,7 @@ def served_text(values: Mapping[str, Any]) -> str:
         _spread_line("queueing", values["queueing_s"]),
         _spread_line("to the first token", values["ttft_s"]),
         _spread_line("end to end", values["end_to_end_s"]),
+        *_turn_lines(values["turns"]),
         "",
         f"requests             {values['finished']:,} finished, {values['refused']:,} refused, "
         f"{values['retracted']:,} retracts; at most {values['most_running']:,} ran, "
@@ -126,6 +136,21 @@ def served_text(values: Mapping[str, Any]) -> str:
         *(f"refused: {text}" for text in values["refusals"]),
     ]
     return "\n".join(lines)
+
+
+def _turn_lines(turns: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    if not turns:
+        return []
+    names = ("turns", "completed", "hit rate", "mean s to the first token", "most")
+    return [
+        "",
+        f"{'turns of agents':<20} " + " ".join(f"{name:>9}" for name in names),
+        *(
+            f"  {kind:<20} {each['turns']:>7,} {each['completed']:>9,} {each['hit_rate']:>9.3f} "
+            f"{each['mean_ttft_s']:>25.3f} {each['max_ttft_s']:>9.3f}"
+            for kind, each in turns.items()
+        ),
+    ]
 
 
 def _choices_line(kind: str, choices: Mapping[str, float]) -> str:
@@ -204,7 +229,7 @@ def _plot_first_tokens(
     """Plot percentiles of the time to the first token, by the interval of the arrival."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    served = [log for log in requests if log.refusal is None]
+    served = [log for log in requests if log.refusal is None and not np.isnan(log.arrival_s)]
     arrivals = np.array([log.arrival_s for log in served]) / 60
     seconds = np.array([log.first_token_s - log.arrival_s for log in served])
     interval = np.clip(np.searchsorted(edges, arrivals, side="right") - 1, 0, len(edges) - 2)

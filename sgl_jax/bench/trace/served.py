@@ -1,10 +1,12 @@
 """Recorded traffic through the real scheduler and memory, on a logical clock.
 
-Requests arrive at their recorded times and generate their recorded number of tokens. Steps overlap
+Requests arrive at their recorded times and generate their recorded number of tokens. In a closed
+loop, an agent's next request arrives its recorded pause after the end of the answer. Steps overlap
 as in the engine: step N + 1 is planned and launched before the result of N is read. Host time is
 measured but does not advance the clock, so a run is a function of its inputs.
 """
 
+import heapq
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,6 +20,7 @@ from sgl_jax.bench.trace.host_link import HostLink
 from sgl_jax.bench.trace.load_or_compute import LoadChoices
 from sgl_jax.bench.trace.reading import TracedRequest, prompt_tokens
 from sgl_jax.bench.trace.step_time import StepSeconds, step_loads
+from sgl_jax.bench.trace.turns import previous_turns
 from sgl_jax.core.engine_messages import OutputBatch
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.messages import GenerateRequest
@@ -57,13 +60,15 @@ class Sample(NamedTuple):
 
 @dataclass
 class RequestLog:
-    """The history of one request; times in seconds of the clock, NaN until known."""
+    """The history of one request; times in seconds of the clock, NaN until known. In a closed loop,
+    the arrival is known once the agent's last answer has ended."""
 
     arrival_s: float
     start_s: float = float("nan")  # start of the first step
     first_token_s: float = float("nan")
     end_s: float = float("nan")
     output_len: int = 0
+    cached_tokens: int = 0
     refusal: str | None = None
 
 
@@ -94,8 +99,11 @@ class _Replay:
         step_seconds: StepSeconds,
         speedup: float,
         link: HostLink | None,
+        closed_s: float | None,
     ) -> None:
         self._trace = trace
+        self._speedup = speedup
+        self._closed_s = closed_s
         self._link = link
         self._meter = PrefillMeter()
         self._scheduler = Scheduler(sizes, args)
@@ -106,7 +114,18 @@ class _Replay:
         first_ms = trace[0].arrival_ms
         logs = [RequestLog((r.arrival_ms - first_ms) * 1e-3 / speedup) for r in trace]
         self._run = ServedRun(logs)
-        self._num_arrived = 0
+        self._next_turns: dict[int, int] = {}
+        if closed_s is not None:
+            before = previous_turns(trace)
+            self._next_turns = {i: n for n, i in enumerate(before) if i is not None}
+            for index, log in enumerate(logs):
+                if before[index] is not None or log.arrival_s >= closed_s:
+                    log.arrival_s = float("nan")
+        # Known arrivals to come: time and index.
+        self._due = [
+            (log.arrival_s, i) for i, log in enumerate(logs) if not np.isnan(log.arrival_s)
+        ]
+        heapq.heapify(self._due)
         self._now_s = 0.0
         self._device_free_s = 0.0
         self._step_host_s = 0.0
@@ -117,7 +136,7 @@ class _Replay:
                 self._choices.watch(rank)
 
     def run(self) -> ServedRun:
-        while self._num_arrived < len(self._trace) or not self._scheduler.is_idle:
+        while self._due or not self._scheduler.is_idle:
             self._submit_due()
             self._turn()
             self._sample()
@@ -134,9 +153,8 @@ class _Replay:
     # -- arrivals ---------------------------------------------------------------------------
 
     def _submit_due(self) -> None:
-        logs = self._run.requests
-        while self._num_arrived < len(logs) and (logs[self._num_arrived].arrival_s <= self._now_s):
-            index = self._num_arrived
+        while self._due and self._due[0][0] <= self._now_s:
+            _, index = heapq.heappop(self._due)
             request = self._trace[index]
             message = GenerateRequest(
                 rid=str(index),
@@ -146,7 +164,6 @@ class _Replay:
             start = time.thread_time()
             self._scheduler.handle(message)
             self._run.arrivals_host_s += time.thread_time() - start
-            self._num_arrived += 1
 
     # -- steps ------------------------------------------------------------------------------
 
@@ -207,8 +224,8 @@ class _Replay:
     def _wait_for_arrival(self) -> None:
         """Advance the clock to the next arrival, or the next end of a transfer."""
         next_s = [] if self._link is None else [self._link.next_end_s]
-        if self._num_arrived < len(self._trace):
-            next_s.append(self._run.requests[self._num_arrived].arrival_s)
+        if self._due:
+            next_s.append(self._due[0][0])
         times = [each for each in next_s if each is not None]
         if times:
             self._now_s = max(self._now_s, min(times))
@@ -226,10 +243,22 @@ class _Replay:
             if output.token_ids and not log.output_len:
                 log.first_token_s = self._now_s
             log.output_len += len(output.token_ids)
+            log.cached_tokens = output.cached_tokens
             if output.finish is not None:
                 log.end_s = self._now_s
+                self._begin_pause(int(output.rid))
                 if output.finish.type == "abort":
                     log.refusal = output.finish.message or "aborted"
+
+    def _begin_pause(self, index: int) -> None:
+        """Set the arrival of the agent's next turn, unless that is after the end of the loop."""
+        following = self._next_turns.get(index)
+        if following is None or self._closed_s is None:
+            return
+        arrival_s = self._now_s + self._trace[following].think_s / self._speedup
+        if arrival_s < self._closed_s:
+            self._run.requests[following].arrival_s = arrival_s
+            heapq.heappush(self._due, (arrival_s, following))
 
     # -- results ----------------------------------------------------------------------------
 
@@ -256,6 +285,8 @@ class _Replay:
     def _check_answers(self) -> None:
         """Raise RuntimeError unless each request that was not refused got all its tokens."""
         for index, (request, log) in enumerate(zip(self._trace, self._run.requests, strict=True)):
+            if np.isnan(log.arrival_s):
+                continue  # the loop ended before it
             if log.refusal is None and log.output_len != request.output_len:
                 raise RuntimeError(
                     f"request {index} got {log.output_len} tokens of {request.output_len}"
@@ -270,6 +301,7 @@ def serve_trace(
     *,
     speedup: float = 1.0,
     link: HostLink | None = None,
+    closed_s: float | None = None,
 ) -> ServedRun:
     """Serve `trace` with an engine of the given sizes.
 
@@ -280,8 +312,10 @@ def serve_trace(
         step_seconds: the duration of each step.
         speedup: factor by which arrivals are faster than recorded.
         link: link to host memory, if `sizes` has host blocks.
+        closed_s: if set, run a closed loop: an agent's request arrives its recorded pause after the
+            last answer, its first as recorded, and none arrives after `closed_s` seconds.
 
     Raises `MemoryDefectError` if the memory does not match its ledger; a full audit follows the
     last request.
     """
-    return _Replay(trace, sizes, args, step_seconds, speedup, link).run()
+    return _Replay(trace, sizes, args, step_seconds, speedup, link, closed_s).run()
