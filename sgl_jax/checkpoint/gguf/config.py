@@ -7,7 +7,7 @@ import numpy as np
 
 from sgl_jax.checkpoint.gguf.header import GgufError, Header
 from sgl_jax.checkpoint.gguf.tensors import ROPE_FACTORS, read_floats
-from sgl_jax.models.layer_specs import RopeConfig
+from sgl_jax.models.config import ModelConfig, ModelConfigError, RopeConfig
 
 # Names in transformers by architecture: class and model_type.
 _ARCHITECTURES = {
@@ -30,10 +30,7 @@ _LLAMA3_ROPE: Mapping[str, Any] = {
 
 
 def hf_config(header: Header) -> dict[str, Any]:
-    """Return the contents of config.json. Raise GgufError if the file lacks or has what it must.
-
-    `ModelConfig` checks the values.
-    """
+    """Return the contents of config.json. Raise GgufError for a model that cannot be served."""
     architecture = header.required("general.architecture")
     if architecture not in _ARCHITECTURES:
         known = ", ".join(_ARCHITECTURES)
@@ -85,6 +82,10 @@ def hf_config(header: Header) -> dict[str, Any]:
             "query_pre_attn_scalar": hidden // num_heads if is_27b else head_dim,
             "final_logit_softcapping": own.get("final_logit_softcapping"),
         }
+    try:
+        ModelConfig.from_dict(config)
+    except ModelConfigError as error:
+        raise GgufError(f"{str(header.path)!r}: {error}") from error
     return config
 
 

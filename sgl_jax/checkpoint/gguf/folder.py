@@ -62,12 +62,19 @@ def _gguf_file(path: Path) -> Path | None:
 def _write(file: Path, folder: Path) -> None:
     # Imported here: a server of another format needs neither the readers nor the tokenizers.
     from sgl_jax.checkpoint.gguf.config import hf_config
-    from sgl_jax.checkpoint.gguf.header import read_header
+    from sgl_jax.checkpoint.gguf.header import GgufError, read_header
     from sgl_jax.checkpoint.gguf.tokenizer import write_tokenizer
 
-    header = read_header(file)
-    config = hf_config(header)
     folder.mkdir(mode=0o700)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    write_tokenizer(header, folder)
+    header = read_header(file)
+    try:
+        config = hf_config(header)
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        write_tokenizer(header, folder)
+    except (GgufError, OSError):
+        raise
+    # Any key may have a value of any type, and the tokenizers' library raises any error.
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise GgufError(f"{str(file)!r} has wrong metadata: {reason}") from error
     (folder / f"model{_SUFFIX}").symlink_to(file)

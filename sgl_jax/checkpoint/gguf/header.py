@@ -142,10 +142,12 @@ def _read(path: Path, cursor: _Cursor, file_size: int) -> Header:
     num_tensors, num_facts = cursor.number("Q"), cursor.number("Q")
     metadata = {cursor.text(): cursor.value(cursor.number("I")) for _ in range(num_facts)}
     num_parts = metadata.get("split.count", 1)
-    if num_parts > 1:
+    if num_parts != 1:
         raise GgufError(f"{name} is one of {num_parts} parts: join them (llama-gguf-split --merge)")
     entries = [_entry(path, cursor) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise GgufError(f"general.alignment in {name} must be a positive integer")
     start = -(-cursor.at // alignment) * alignment
     tensors = {own: entry._replace(offset=start + entry.offset) for own, entry in entries}
     for own, entry in tensors.items():

@@ -36,6 +36,7 @@ _OF_GEMMA3_LAYER = _OF_LAYER | {
 }
 # Factors of Llama 3's rotary embedding, which the config has.
 ROPE_FACTORS = "rope_freqs.weight"
+_ROWS_AT_ONCE = 1024
 _STORED = {
     GGMLQuantizationType.F16: ("F16", np.float16),
     GGMLQuantizationType.BF16: ("BF16", ml_dtypes.bfloat16),
@@ -66,14 +67,21 @@ class GgufTensor:
         first, *rest = *rows, slice(start // size, -(-stop // size))
         blocks = self.blocks[(first if self.order is None else self.order[first], *rest)]
         data = np.ascontiguousarray(blocks).reshape(*blocks.shape[:-2], -1)
-        numbers: NDArray[Any]
-        if kind in _STORED:
-            numbers = data.view(_STORED[kind][1])
-        else:
-            numbers = dequantize(data, kind)
+        numbers = data.view(_STORED[kind][1]) if kind in _STORED else _as_floats(data, self.entry)
         skipped = start // size * size
         numbers = numbers[..., start - skipped : stop - skipped]
         return numbers.astype(np.float32) - np.float32(self.excess) if self.excess else numbers
+
+
+def _as_floats(data: NDArray[np.uint8], entry: TensorEntry) -> NDArray[np.float32]:
+    """Convert rows of blocks, some at a time: the library makes a second copy of its result."""
+    size, num_bytes = entry.block_sizes
+    rows = data.reshape(-1, data.shape[-1])
+    numbers = np.empty((len(rows), rows.shape[-1] // num_bytes * size), np.float32)
+    for start in range(0, len(rows), _ROWS_AT_ONCE):
+        part = slice(start, start + _ROWS_AT_ONCE)
+        numbers[part] = dequantize(rows[part], entry.kind)
+    return numbers.reshape(*data.shape[:-1], -1)
 
 
 def open_tensors(path: Path) -> Iterator[tuple[str, GgufTensor]]:

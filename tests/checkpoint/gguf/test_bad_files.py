@@ -1,5 +1,6 @@
 """A file that cannot be served is refused with one line that says why."""
 
+import random
 import struct
 
 import numpy as np
@@ -61,6 +62,25 @@ def test_a_file_with_another_beginning_is_refused(tmp_path, at, data, problem):
     assert problem in refusal(file)
 
 
+def test_spoiled_bytes_are_refused_in_one_line_or_do_no_harm(tmp_path):
+    """Of the header, a few at a time: whatever is wrong is found, or is only another model."""
+    rng = random.Random(7)
+    file = write_gguf("llama", tmp_path / "m.gguf")
+    whole = file.read_bytes()
+    refusals = []
+    for _ in range(150):
+        content = bytearray(whole)
+        for at in rng.sample(range(whole.index(b"output_norm")), rng.choice([1, 4, 32])):
+            content[at] = rng.randrange(256)
+        file.write_bytes(content)
+        try:
+            model_folder(str(file))
+        except GgufError as error:
+            refusals.append(str(error))
+    assert len(refusals) > 75
+    assert not [message for message in refusals if "\n" in message]
+
+
 @pytest.mark.parametrize(("kind", "shown"), [(99, "99"), (15, "Q8_K"), (26, "I32")])
 def test_a_tensor_of_an_unknown_type_is_named(tmp_path, kind, shown):
     file = write_gguf("qwen3", tmp_path / "m.gguf")
@@ -99,6 +119,9 @@ def test_metadata_that_is_missing_is_named(tmp_path, key):
     [
         ({"general.architecture": "mamba"}, "the architecture 'mamba'; supported: llama, qwen2,"),
         ({"llama.expert_count": 8}, "has experts"),
+        ({"llama.block_count": "two"}, "num_hidden_layers must be a positive integer"),
+        ({"llama.rope.freq_base": "big"}, "has wrong metadata: "),
+        ({"general.alignment": 0}, "general.alignment in .* must be a positive integer"),
         ({"split.count": 3}, "is one of 3 parts: join them"),
         ({"llama.rope.dimension_count": 8}, "rotates 8 of 16 dimensions"),
         ({"llama.attention.head_count_kv": [2, 1]}, "head_count_kv in .* must be one integer"),
@@ -110,7 +133,8 @@ def test_metadata_that_is_missing_is_named(tmp_path, key):
         ({"tokenizer.ggml.tokens": 3}, "tokens in .* must be an array of strings"),
         ({"tokenizer.ggml.merges": ["a x"]}, "not of two tokens to one: 'a x'"),
         ({"tokenizer.ggml.merges": ["a b a"]}, "not of two tokens to one: 'a b a'"),
-        ({"tokenizer.ggml.bos_token_id": 250}, "bos_token_id in .* is not a token: 250"),
+        ({"tokenizer.ggml.unknown_token_id": 250}, "unknown_token_id in .* not a token: 250"),
+        ({"tokenizer.ggml.bos_token_id": 250}, "bos_token_id must be a token id in [0, 250)"),
     ],
 )
 def test_metadata_that_is_not_supported_is_named(tmp_path, facts, problem):
