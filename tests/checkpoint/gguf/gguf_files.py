@@ -47,7 +47,9 @@ CONFIGS = {
     },
     "gemma3": {"query_pre_attn_scalar": 16},
 }
-VOCABULARY = ["a", "b", "ab", *(f"token{number}" for number in range(3, 250))]
+# "ab" and the printable bytes; "Ġ" stands for a space.
+VOCABULARY = ["a", "b", "ab", "Ġ", *map(chr, [*range(33, 97), *range(99, 127)])]
+VOCABULARY += [f"token{number}" for number in range(len(VOCABULARY), 250)]
 
 
 def golden_copy(family, folder, kind=F32, changes=()):

@@ -15,6 +15,7 @@ from sgl_jax.checkpoint.errors import CheckpointError
 from sgl_jax.checkpoint.gguf.folder import model_folder
 from sgl_jax.checkpoint.loading import detect_format, load_params
 from sgl_jax.checkpoint.tensor_files import TensorFiles
+from sgl_jax.engine.offline import Engine
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.placement import place_model
@@ -97,6 +98,19 @@ def test_any_part_of_a_tensor_is_the_part_of_the_whole(tmp_path, kind):
 def random_slice(rng, size):
     start, stop = sorted(int(own) for own in rng.choice(size + 1, 2, replace=False))
     return slice(start, stop, int(rng.integers(1, 4)))
+
+
+def test_an_engine_says_the_same_from_a_file_and_from_a_folder(tmp_path):
+    file = write_gguf("qwen3", tmp_path / "tiny.gguf")
+    folder = golden_copy("qwen3", tmp_path / "wanted")
+    said = []
+    for path, load_format in ((file, "gguf"), (folder, "auto")):
+        settings = {"load_format": load_format, "device": "cpu", "context_length": 64}
+        with Engine(str(path), warmup="none", **settings) as engine:
+            greedy = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+            (result,) = engine.generate(input_ids=[[3, 1, 4, 1, 5]], sampling_params=greedy)
+            said.append(result.output_ids)
+    assert said[0] == said[1]
 
 
 def test_a_file_is_converted_to_orbax(tmp_path):
