@@ -43,10 +43,14 @@ def turn_name(message: GenerateRequest) -> str:
 
 
 def append_turn(history: Int32Array, message: GenerateRequest) -> Int32Array:
-    """Return `history` plus the turn's tokens, int32; after a history, without their BOS token."""
+    """Return `history` plus the turn's tokens, int32; after a history, without their BOS token.
+
+    A BOS token that also stands within the texts begins each message, as SmolLM2's does, and stays.
+    """
     bos, new = turn_of(message).bos_token_id, np.array(message.input_ids, np.int32)
     if len(history) and len(new) and bos is not None and new[0] == bos:
-        new = new[1:]
+        begins_messages = (history[1:] == bos).any() or (new[1:] == bos).any()
+        new = new if begins_messages else new[1:]
     return np.concatenate([history, new])
 
 

@@ -1,10 +1,12 @@
 """A conversation keeps its memory: what each turn finds, and that every answer is right."""
 
+import numpy as np
 import pytest
 
 from sgl_jax.core.engine_sizes import FULL_ATTENTION, CacheGroup
 from sgl_jax.core.messages import SessionTurn, StopRequest
 from sgl_jax.core.scheduler_args import SchedulerArgs
+from sgl_jax.sessions.streaming import append_turn
 from tests.scheduler.driver import Driver, forced_retract, generate, make_sizes
 from tests.sessions.conversations import Conversations
 
@@ -188,6 +190,22 @@ def test_a_leading_bos_is_not_said_twice() -> None:
     s.driver.run()
     assert s.driver.prompt_tokens["b"] == len(history) + 1
     assert s.driver.tokens["b"] == s.driver.oracle.expected_output([*history, 2], 2)
+
+
+@pytest.mark.parametrize(
+    ("history", "new", "kept"),
+    [
+        ([49, 1], [49, 2], [2]),
+        ([], [49, 2], [49, 2]),
+        ([49, 1], [49, 2, 49, 3], [49, 2, 49, 3]),  # a message, and the mark of the answer
+        ([49, 1, 49, 5], [49, 2], [49, 2]),
+    ],
+)
+def test_a_bos_that_begins_each_message_stays(
+    history: list[int], new: list[int], kept: list[int]
+) -> None:
+    message = generate("a", new, 2, session=SessionTurn(id="s", bos_token_id=49))
+    assert append_turn(np.array(history, np.int32), message).tolist() == [*history, *kept]
 
 
 @pytest.mark.parametrize("dp_size", [1, 2])
