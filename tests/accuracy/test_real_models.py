@@ -104,7 +104,9 @@ def test_greedy_tokens_are_those_of_transformers(package: str, variant: str) -> 
 @pytest.mark.parametrize("package", NAMES)
 def test_turns_of_sessions_continue_like_one_prompt(package: str) -> None:
     """A prompt in two turns; the second begins with tokens that the model had said next."""
-    wanted = Golden(*(each[4::5] for each in golden(package)))  # they run one after another
+    every = golden(package)
+    # They run one after another.
+    wanted = Golden(every.prompts[4::5], every.tokens[4::5], every.logprobs[4::5])
     begun, given = 8, 2
     with Engine(str(packaged_file(package)), **SETTINGS, test_retract=True) as engine:
         results = []
