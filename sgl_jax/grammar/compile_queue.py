@@ -19,6 +19,8 @@ from sgl_jax.core.grammar import Grammar
 logger = logging.getLogger(__name__)
 
 _MAX_KEPT = 256  # compiled grammars
+# Characters of these. A schema of 23,000 takes 7 MB when compiled, about 300 bytes a character.
+_MAX_KEPT_CHARS = 1 << 19
 _FAILED = "the engine failed on this grammar; see its log"
 # llguidance recurses from rule to rule, and a stack overflow ends the process. The longest chain of
 # rules allowed in a grammar takes less than 32 MiB. Unused pages take no memory.
@@ -73,6 +75,7 @@ class CompileQueue:
         self._jobs: dict[Grammar, Job] = {}
         self._num_queued: Counter[str] = Counter()  # jobs by tenant
         self._kept: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._num_kept_chars = 0
         self._inbox: queue.SimpleQueue[tuple[str, Job] | None] = queue.SimpleQueue()
         self._is_closed = False
         self.ended: deque[Job] = deque()
@@ -138,9 +141,14 @@ class CompileQueue:
             self._inbox.put((tenant, job))
 
     def _keep(self, grammar: Grammar, matcher: LLMatcher) -> None:
+        if grammar not in self._kept:
+            self._num_kept_chars += len(grammar.text)
         self._kept[grammar] = matcher
-        if len(self._kept) > _MAX_KEPT:
-            self._kept.popitem(last=False)
+        while len(self._kept) > _MAX_KEPT or (
+            self._num_kept_chars > _MAX_KEPT_CHARS and len(self._kept) > 1
+        ):
+            oldest, _ = self._kept.popitem(last=False)
+            self._num_kept_chars -= len(oldest.text)
 
     # -- the thread -------------------------------------------------------------------------
 

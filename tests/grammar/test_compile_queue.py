@@ -172,6 +172,23 @@ def test_the_grammars_used_last_are_kept(
     assert compiler.queue.num_compiled == 3
 
 
+def test_long_grammars_are_kept_up_to_a_sum_of_their_lengths(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compile_queue, "_MAX_KEPT_CHARS", 10)
+    texts = ("aaaa", "bbbb", "cc", "ddd", "e" * 11, "ff")
+    compiler.go(len(texts))
+    kept = []
+    for text in texts:
+        compiler.add(text)
+        compiler.take(1)
+        kept.append([each for each in texts if compiler.queue.find(Grammar("regex", each))])
+    assert kept[2] == ["aaaa", "bbbb", "cc"]
+    assert kept[3] == ["bbbb", "cc", "ddd"]
+    assert kept[4] == ["e" * 11]  # the last is kept however long it is
+    assert kept[5] == ["ff"]
+
+
 def _chain(names: list[str]) -> Grammar:
     """A grammar of as many rules as fit, each of which is the next."""
     rules = [f"{name}:{after}" for name, after in pairwise(names)]
