@@ -76,18 +76,13 @@ LAYOUTS = (
     ("qwen3-next-80b-a3b", "v6e-8", 1, 8, None, "mixed"),
     ("qwen3-next-80b-a3b", "tpu7x-8", 1, 8, None, "decode"),
 )
-# All convolutions' states fit into a v5e's vector memory: the compiler takes them there, and back,
-# for each snapshot that is copied.
-COPIES_STATES = ("qwen3-next-80b-a3b", "v5e-8", 1, 8, 24, "mixed")
 
 
 def _cases():
     for layout in LAYOUTS:
         model, topology, dp, tp, _, step = layout
-        marks = [pytest.mark.long]
-        if layout == COPIES_STATES:
-            marks.append(pytest.mark.xfail(strict=True, reason="copies 50 MB of states"))
-        yield pytest.param(*layout, id=f"{model}-{topology}-dp{dp}-tp{tp}-{step}", marks=marks)
+        name = f"{model}-{topology}-dp{dp}-tp{tp}-{step}"
+        yield pytest.param(*layout, id=name, marks=pytest.mark.long)
 
 
 def _compile(model, topology_name, dp, tp, step, layers=None, **settings):
