@@ -173,6 +173,7 @@ def test_settings_change_no_token_and_a_recording_runs_again(
         engine.close_session(session_id)
         counters = engine.server_info()["counters"]
         assert (counters["requests_force_retracted"] > 0) == ("test_retract" in settings)
-        assert (counters["accepted_draft_tokens"] > 0) == ("speculative_algorithm" in settings)
+        # Of a random model's answers, none may continue as the n-gram did before.
+        assert (counters["drafted_tokens"] > 0) == ("speculative_algorithm" in settings)
         check_at_rest(engine)
     assert replay([str(recording)]) == 0
