@@ -13,10 +13,10 @@ import numpy as np
 from flax.nnx.traversals import unflatten_mapping
 
 from sgl_jax.checkpoint.errors import CheckpointError
+from sgl_jax.checkpoint.gguf.folder import GGUF_FILE
 from sgl_jax.checkpoint.hf_loading import Declared, load_safetensors
 from sgl_jax.checkpoint.kv_scales import place_kv_scales, read_kv_scales, stored_kv_scales
 from sgl_jax.checkpoint.orbax_format import PARAMS_FOLDER, load_orbax
-from sgl_jax.checkpoint.tensor_files import GGUF_FILE
 from sgl_jax.core.progress import Progress
 from sgl_jax.layers.layer_weights import separate_matrices
 from sgl_jax.layers.parameter import Declaration, ParamTree

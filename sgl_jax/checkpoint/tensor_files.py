@@ -18,11 +18,10 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from sgl_jax.checkpoint.errors import CheckpointError
+from sgl_jax.checkpoint.gguf.folder import GGUF_FILE, GGUF_SUFFIX
 
 _FLOAT8 = "F8_E4M3"
 INDEX_FILE = "model.safetensors.index.json"
-GGUF_SUFFIX = ".gguf"
-GGUF_FILE = "model.gguf"  # in folders of `gguf.folder`
 # Bytes of an element by stored dtype.
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1}
 _ITEM_BYTES |= {"I64": 8, "I32": 4, "I8": 1, "U8": 1, "BOOL": 1}

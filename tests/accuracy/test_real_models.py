@@ -104,9 +104,8 @@ def test_greedy_tokens_are_those_of_transformers(package: str, variant: str) -> 
 @pytest.mark.parametrize("package", NAMES)
 def test_turns_of_sessions_continue_like_one_prompt(package: str) -> None:
     """A prompt in two turns; the second begins with tokens that the model had said next."""
-    every = golden(package)
-    # They run one after another.
-    wanted = Golden(*(each[4::5] for each in every))  # type: ignore[arg-type]
+    # Every fifth prompt, because they run one after another.
+    wanted = Golden._make(each[4::5] for each in golden(package))
     begun, given = 8, 2
     with Engine(str(packaged_file(package)), **SETTINGS, test_retract=True) as engine:
         results = []

@@ -12,7 +12,8 @@ from tempfile import TemporaryDirectory
 
 from sgl_jax.core.private_files import check_private_folder, make_private_folder, user_cache_folder
 
-_SUFFIX = ".gguf"
+GGUF_SUFFIX = ".gguf"
+GGUF_FILE = f"model{GGUF_SUFFIX}"  # the link in a model folder
 _VERSION = 1  # of the folder's contents; another makes new folders
 
 
@@ -48,11 +49,11 @@ def model_folder(model_path: str) -> str:
 
 
 def _gguf_file(path: Path) -> Path | None:
-    if path.is_file() and path.suffix == _SUFFIX:
+    if path.is_file() and path.suffix == GGUF_SUFFIX:
         return path
     if not path.is_dir() or (path / "config.json").exists():
         return None
-    files = sorted(path.glob(f"*{_SUFFIX}"))
+    files = sorted(path.glob(f"*{GGUF_SUFFIX}"))
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
         raise ValueError(f"{str(path)!r} holds several models; name one of {names}")
@@ -77,4 +78,4 @@ def _write(file: Path, folder: Path) -> None:
     except Exception as error:
         reason = " ".join(str(error).split())
         raise GgufError(f"{str(file)!r} has wrong metadata: {reason}") from error
-    (folder / f"model{_SUFFIX}").symlink_to(file)
+    (folder / GGUF_FILE).symlink_to(file)
