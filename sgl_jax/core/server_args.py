@@ -361,10 +361,10 @@ class ServerArgs(SchedulerArgs):
     # Start-up
     warmup: str = setting(
         "auto",
-        "programs compiled before the server is ready: all; staged: two that can serve every step "
-        "without structured output, padded, and the others follow in the background; plain: all "
-        "but structured output's, which follow; none: each is compiled when first needed; auto is "
-        "staged on one host, else plain",
+        "programs compiled before the server is ready: all; staged: two, to whose shapes all steps "
+        "without structured output are padded, and the rest in the background; plain: all except "
+        "those of structured output; none: each is compiled when first needed; auto: staged on one "
+        "host, plain on several",
         ("auto", "all", "staged", "plain", "none"),
     )
     compilation_cache_dir: str | None = setting(

@@ -56,7 +56,7 @@ class GgufTensor:
         return list(self.entry.shape)
 
     def get_dtype(self) -> str:
-        """Return the dtype of what is read: quantized tensors are read as float32."""
+        """Return the dtype of slices: float32 for quantized tensors."""
         return "F32" if self.excess else _STORED.get(self.entry.kind, ("F32",))[0]
 
     def __getitem__(self, index: tuple[slice, ...]) -> NDArray[Any]:
