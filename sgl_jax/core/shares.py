@@ -6,6 +6,11 @@ from collections import Counter
 DEFAULT_PART = 0.75
 
 
+def shared_chunk_tokens(chunk_tokens: int) -> int:
+    """Return the most prompt tokens of a step that also decodes while tenants share the engine."""
+    return -(-chunk_tokens // 3)
+
+
 def tenant_text(tenant: str) -> str:
     """Name a tenant in a message to its clients; "" stands for all pooled tenants."""
     return f"tenant {tenant!r}" if tenant else "the clients that share a key or have none"

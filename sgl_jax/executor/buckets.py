@@ -9,6 +9,7 @@ than tokens, since a row costs a draft layer as much as a token.
 from typing import NamedTuple
 
 from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.core.shares import shared_chunk_tokens
 
 # Every shape costs two seconds of compilation on a CPU. Few shapes suffice, because the scheduler
 # plans steps that fill a shape where it can.
@@ -78,7 +79,7 @@ class Buckets(NamedTuple):
 def choose_buckets(args: ServerArgs, platform: str) -> Buckets:
     """Return the shapes for resolved arguments. There are exact shapes for all limits, for a full
     decode batch (with and without drafts), and for a full chunk; where tenants share the engine,
-    also for half a chunk with a full decode batch."""
+    also for a third of a chunk with a full decode batch."""
     limits = Buckets(
         rows=-(-args.max_running_requests // args.dp_size),
         chunk_tokens=args.chunked_prefill_size,
@@ -100,7 +101,7 @@ def choose_buckets(args: ServerArgs, platform: str) -> Buckets:
     shapes = [shape for shape in shapes if shape.tokens < limits.tokens]
     exact = [limits.rows, limits.decode_tokens, limits.chunk_tokens, limits.tokens]
     if args.fair_share == "tokens":
-        exact.append(limits.tokens - limits.chunk_tokens // 2)  # half a chunk, see `Tenants`
+        exact.append(limits.decode_tokens + shared_chunk_tokens(limits.chunk_tokens))
     for most in exact:
         shapes.append(Bucket(most, most))
     capped = {Bucket(min(shape.rows, limits.rows), shape.tokens) for shape in shapes}

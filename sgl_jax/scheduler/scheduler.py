@@ -24,6 +24,7 @@ from sgl_jax.core.messages import (
     WithReply,
 )
 from sgl_jax.core.scheduler_args import SchedulerArgs
+from sgl_jax.core.shares import shared_chunk_tokens
 from sgl_jax.core.step_plan import Int32Array, StepPlan
 from sgl_jax.core.transfers import Transfers
 from sgl_jax.mem_cache.memory_view import MemoryView
@@ -363,9 +364,9 @@ class Scheduler:
                 rank.prompts.publish_awaited()
         taken = forced.take(self.ranks, self._steps) if forced else []
         runnables, most = choose_runnable(ranks), self._chunk_tokens
-        # Prompts of one tenant delay the tokens of others, on any rank, by half as long.
+        # Prompts of one tenant delay the tokens of others, on any rank, by a third as long.
         if ranks.tenants.is_shared and any(len(each.decoding) for each in runnables):
-            most = -(-most // 2)
+            most = shared_chunk_tokens(most)
         builders = [
             StepBuilder(rank, self.sizes, runnable, most, ranks.tenants)
             for rank, runnable in zip(self.ranks, runnables, strict=True)
