@@ -1,8 +1,8 @@
 """A model's sizes and layers, read from a Hugging Face `config.json` and checked.
 
 Owns the reading of config files: `config_fields` has the kinds of fields, `config_defaults` the
-defaults, `layer_specs` the fields of layers. A setting that the engine does not support is refused
-by name, never ignored.
+defaults, `known_fields` the fields of each architecture, `layer_specs` the fields of layers. A
+setting that the engine does not support is refused by name, never ignored.
 """
 
 import json
@@ -31,6 +31,7 @@ from sgl_jax.models.config_fields import (
     switch,
 )
 from sgl_jax.models.draft_names import DRAFT_NAMES, DraftNames
+from sgl_jax.models.known_fields import check_architecture, refuse_unknown_fields
 from sgl_jax.models.layer_specs import (
     LayerSpec,
     MoeConfig,
@@ -200,7 +201,9 @@ class ModelConfig:
         cls, raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None
     ) -> "ModelConfig":
         """Build from the contents of config.json and generation_config.json."""
+        check_architecture(raw)
         raw = completed(raw)
+        refuse_unknown_fields(raw)
         _refuse_unsupported(raw)
         num_heads = positive_int(raw, "num_attention_heads")
         hidden_size = positive_int(raw, "hidden_size")
@@ -318,9 +321,6 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
         raise ModelConfigError(f"hidden_act must be silu, got {raw['hidden_act']!r}")
     if has_latents(raw) and raw.get("attention_bias"):
         raise ModelConfigError("attention_bias is not supported with latent attention")
-    for name in ("mlp_bias", "use_bidirectional_attention"):
-        if raw.get(name):
-            raise ModelConfigError(f"{name} = {raw[name]!r} is not supported")
 
 
 def _activation(raw: Mapping[str, Any]) -> Activation:

@@ -55,12 +55,12 @@ _HYBRID = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
     "linear_value_head_dim": 128,
-    "norm_topk_prob": True,  # Qwen3.5 has no such field: its router always normalises
     "partial_rotary_factor": 0.25,
     "rms_norm_eps": 1e-6,
 }
 _QWEN3_NEXT = _HYBRID | {
     "moe_intermediate_size": 512,
+    "norm_topk_prob": True,  # Qwen3.5 has no such field: its router always normalises
     "num_experts": 512,
     "num_experts_per_tok": 10,
     "shared_expert_intermediate_size": 512,

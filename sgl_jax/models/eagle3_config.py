@@ -27,6 +27,8 @@ _SUPPORTED = {
     "use_aux_hidden_state": True,
     "use_input_layernorm_in_first_layer": True,
 }
+# Fields of a head that a whole model does not have.
+_OF_HEADS = {*_SUPPORTED, _LAYER_IDS, "draft_vocab_size", "eagle_config", "target_model_type"}
 # Attributes that must be equal in the head and the model, their fields, and the reason.
 _SHARED = (
     ("hidden_size", "hidden_size", "it reads the model's hidden states"),
@@ -68,7 +70,8 @@ def _head(raw: dict[str, Any], model: ModelConfig) -> Eagle3Head:
             )
     # A head has no windows, though its config may hold the model's fields.
     whole = {"architectures": ["LlamaForCausalLM"], "sliding_window": None, "layer_types": None}
-    config = ModelConfig.from_dict(raw | whole | {"num_hidden_layers": 1})
+    llama = {name: value for name, value in raw.items() if name not in _OF_HEADS}
+    config = ModelConfig.from_dict(llama | whole | {"num_hidden_layers": 1})
     if config.quantization is not None:
         raise ModelConfigError("a quantized EAGLE-3 head is not supported")
     for attribute, field, reason in _SHARED:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
 
-from sgl_jax.models.config import ModelConfig, ModelConfigError
+from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.decoder import Architecture, BuildOptions, CausalLM
 from sgl_jax.models.deepseek import DEEPSEEK
 from sgl_jax.models.draft_layer import declare_draft_layer
@@ -40,27 +40,16 @@ _ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
 def build_model(config: ModelConfig, options: BuildOptions) -> CausalLM:
     """Declare the model: its parameters are shapes until a checkpoint fills them.
 
-    Raises:
-        ModelConfigError: the architecture is unknown; the message lists the supported names.
-        ValueError: `tp_size` chips cannot split the heads.
+    Raises ValueError if `tp_size` chips cannot split the heads.
     """
-    architecture = _architecture_of(config)
+    architecture = _ARCHITECTURES[config.architecture]
     return CausalLM(config, architecture, options, _drafter(config, architecture, options))
 
 
 def names_of_embeddings(config: ModelConfig) -> tuple[str, str]:
-    """Return the names of the embeddings and of the head. Raise ModelConfigError if unsupported."""
-    architecture = _architecture_of(config)
+    """Return the names of the embeddings and of the head."""
+    architecture = _ARCHITECTURES[config.architecture]
     return architecture.embeddings_tensor, architecture.head_tensor
-
-
-def _architecture_of(config: ModelConfig) -> Architecture:
-    if config.architecture not in _ARCHITECTURES:
-        known = ", ".join(sorted(_ARCHITECTURES))
-        raise ModelConfigError(
-            f"architecture {config.architecture!r} is not supported; supported: {known}"
-        )
-    return _ARCHITECTURES[config.architecture]
 
 
 def _drafter(

@@ -14,6 +14,7 @@ PLAIN = {
     "max_position_embeddings": 128,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MOE = EXPERTS | {"architectures": ["Qwen3MoeForCausalLM"]}
 LLAMA3 = {
     "factor": 8.0,
     "low_freq_factor": 1.0,

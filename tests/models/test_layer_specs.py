@@ -11,7 +11,7 @@ from sgl_jax.models.config import (
     MoeConfig,
     RopeConfig,
 )
-from tests.models.configs import EXPERTS, GEMMA3, GPT_OSS, LLAMA3, YARN, read
+from tests.models.configs import GEMMA3, GPT_OSS, LLAMA3, MOE, YARN, read
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_rope_is_read_in_every_spelling(spelling):
 
 @pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
 def test_experts_are_counted_in_either_spelling(name):
-    moe = read(**{name: 6}, num_experts_per_tok=2, moe_intermediate_size=16).moe
+    moe = read(**MOE | {"num_experts": None, name: 6}).moe
     assert moe is not None
     assert (moe.num_experts, moe.choice.top_k, moe.intermediate_size) == (6, 2, 16)
 
@@ -43,7 +43,7 @@ def test_experts_are_counted_in_either_spelling(name):
     ],
 )
 def test_which_layers_have_experts(changes, sparse):
-    layers = read(num_hidden_layers=6, **EXPERTS, **changes).layers
+    layers = read(num_hidden_layers=6, **MOE, **changes).layers
     assert [layer for layer, spec in enumerate(layers) if spec.moe] == sparse
 
 

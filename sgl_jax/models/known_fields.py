@@ -1,0 +1,184 @@
+"""The fields of `config.json` that each architecture may have.
+
+A field that is not listed may change the model's computation. It is refused by name unless it has a
+value that changes nothing.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from sgl_jax.models.config_defaults import architecture_name
+from sgl_jax.models.config_fields import ModelConfigError
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_READ = _names(
+    """architectures attention_bias bos_token_id eos_token_id head_dim hidden_act hidden_size
+    initializer_range intermediate_size max_position_embeddings num_attention_heads
+    num_hidden_layers num_key_value_heads pad_token_id quantization_config rms_norm_eps
+    rope_parameters rope_scaling rope_theta tie_word_embeddings vocab_size"""
+)
+_WINDOWS = _names(
+    """_sliding_window_pattern layer_types max_window_layers sliding_window sliding_window_pattern
+    use_sliding_window"""
+)
+_EXPERTS = _names("moe_intermediate_size norm_topk_prob num_experts_per_tok")
+_QWEN3_MOE = _EXPERTS | _names("decoder_sparse_step mlp_only_layers num_experts num_local_experts")
+_GPT_OSS = _EXPERTS | _names("num_local_experts swiglu_alpha swiglu_limit")
+_GEMMA3 = _names(
+    """attn_logit_softcapping final_logit_softcapping hidden_activation query_pre_attn_scalar
+    rope_local_base_freq"""
+)
+_DRAFT_LAYER = _names("num_nextn_predict_layers")
+_HYBRID = _DRAFT_LAYER | _names(
+    """attn_output_gate full_attention_interval layer_types linear_conv_kernel_dim
+    linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim
+    partial_rotary_factor"""
+)
+_HYBRID_MOE = _HYBRID | _QWEN3_MOE | {"shared_expert_intermediate_size"}
+_DEEPSEEK = (
+    _EXPERTS
+    | _DRAFT_LAYER
+    | _names(
+        """first_k_dense_replace kv_lora_rank moe_layer_freq n_group n_routed_experts
+        n_shared_experts q_lora_rank qk_nope_head_dim qk_rope_head_dim rope_interleave
+        routed_scaling_factor scoring_func topk_group topk_method v_head_dim"""
+    )
+)
+_ROPE = _names(
+    """attention_factor beta_fast beta_slow factor full_attention high_freq_factor low_freq_factor
+    mscale mscale_all_dim original_max_position_embeddings partial_rotary_factor rope_theta
+    rope_type sliding_attention truncate type"""
+)
+# Position sections of images; a text has one position for all of them.
+_ROPE_OF_IMAGES = _names("mrope_interleaved mrope_section")
+
+# Fields by architecture, next to those of every model. The keys are the supported architectures.
+_FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "DeepseekV2ForCausalLM": _DEEPSEEK,
+        "DeepseekV3ForCausalLM": _DEEPSEEK,
+        "Gemma3ForCausalLM": _WINDOWS | _GEMMA3,
+        "Gemma3ForConditionalGeneration": _WINDOWS | _GEMMA3,
+        "GptOssForCausalLM": _WINDOWS | _GPT_OSS,
+        "LlamaForCausalLM": _WINDOWS,
+        "MistralForCausalLM": _WINDOWS,
+        "Qwen2ForCausalLM": _WINDOWS,
+        "Qwen3ForCausalLM": _WINDOWS,
+        "Qwen3MoeForCausalLM": _WINDOWS | _QWEN3_MOE,
+        "Qwen3NextForCausalLM": _HYBRID_MOE,
+        "Qwen3_5ForCausalLM": _HYBRID,
+        "Qwen3_5ForConditionalGeneration": _HYBRID,
+        "Qwen3_5MoeForCausalLM": _HYBRID_MOE,
+        "Qwen3_5MoeForConditionalGeneration": _HYBRID_MOE,
+    }
+)
+
+# Fields without effect on a text model's computation: metadata, training, generation defaults,
+# what a checkpoint says a second time, and the image part of multimodal models.
+_IGNORED = _names(
+    """_commit_hash _name_or_path attn_implementation auto_map aux_loss_alpha bad_words_ids
+    base_model_ep_plan base_model_pp_plan base_model_tp_plan begin_suppress_tokens
+    cache_implementation chunk_size_feed_forward decoder_start_token_id diversity_penalty
+    do_sample dtype early_stopping encoder_no_repeat_ngram_size ep_size experts_per_token
+    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
+    gradient_checkpointing id2label initial_context_length initializer_factor is_decoder
+    is_llama_config label2id length_penalty max_length max_sequence_length min_length
+    model_max_length model_type name_or_path no_repeat_ngram_size num_beam_groups num_beams
+    num_return_sequences output_attentions output_hidden_states output_router_logits
+    output_scores prefix pretraining_tp problem_type pruned_heads qk_head_dim
+    remove_invalid_values repetition_penalty return_dict return_dict_in_generate
+    router_aux_loss_coef router_jitter_noise sep_token_id seq_aux suppress_tokens
+    task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype
+    torchscript transformers_version typical_p use_bfloat16 use_cache use_return_dict"""
+)
+_IMAGES = _names(
+    """audio_config boi_token_index eoi_token_index image_token_id image_token_index
+    language_model_only mm_tokens_per_image text_config video_token_id vision_config
+    vision_end_token_id vision_start_token_id"""
+)
+_IGNORED_PREFIXES = ("_attn_implementation", "mtp_", "transformers.js", "unsloth_")
+_IGNORED_SUFFIXES = ("dropout", "_pdrop", "_dropout_prob")
+
+# Values that change nothing, where they are not zero, False or empty.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "embedding_multiplier": (1,),
+        "is_causal": (True,),
+        "logit_scale": (1,),
+        "logits_scaling": (1,),
+        "mamba_ssm_dtype": ("float32",),
+        "moe_layer_freq": (1,),
+        "n_group": (1,),
+        "partial_rotary_factor": (1,),
+        "residual_multiplier": (1,),
+        "rotary_pct": (1,),
+        "routed_scaling_factor": (1,),
+        "scale_depth": (),
+        "scale_emb": (1,),
+        "topk_group": (1,),
+    }
+)
+_NEUTRAL_OF: Mapping[str, Mapping[str, tuple[Any, ...]]] = MappingProxyType(
+    {
+        "Qwen3ForCausalLM": {"use_qk_norm": (True,)},
+        "Qwen3MoeForCausalLM": {"use_qk_norm": (True,), "scoring_func": ("softmax",)},
+    }
+)
+
+
+def check_architecture(raw: Mapping[str, Any]) -> None:
+    """Raise ModelConfigError, with the supported names, if the architecture is not supported."""
+    name = architecture_name(raw)
+    if name not in _FIELDS:
+        known = ", ".join(sorted(_FIELDS))
+        raise ModelConfigError(f"architecture {name!r} is not supported; supported: {known}")
+
+
+def refuse_unknown_fields(raw: Mapping[str, Any]) -> None:
+    """Raise ModelConfigError for a field that is not read and may change the computation.
+
+    `raw` has the fields of a supported architecture's text model.
+    """
+    architecture = architecture_name(raw)
+    read = _READ | _FIELDS[architecture]
+    neutral = {**_NEUTRAL, **_NEUTRAL_OF.get(architecture, {})}
+    for name, value in raw.items():
+        if name not in read and not _is_ignored(name) and not _is_neutral(name, value, neutral):
+            raise ModelConfigError(
+                f"{name} = {value!r} is not supported for {architecture}; if it has no effect on "
+                "the model's results, remove it from config.json"
+            )
+    for field in ("rope_parameters", "rope_scaling"):
+        _refuse_unknown_rope_fields(field, raw.get(field))
+
+
+def _refuse_unknown_rope_fields(field: str, value: Any) -> None:
+    if not isinstance(value, dict):
+        return
+    for name, part in value.items():
+        if name in ("full_attention", "sliding_attention"):
+            _refuse_unknown_rope_fields(f"{field}.{name}", part)
+        elif name not in _ROPE | _ROPE_OF_IMAGES and not _is_neutral(name, part, {}):
+            raise ModelConfigError(f"{name} = {part!r} in {field} is not supported")
+
+
+def _is_ignored(name: str) -> bool:
+    return (
+        name in _IGNORED
+        or name in _IMAGES
+        or name.startswith(_IGNORED_PREFIXES)
+        or name.endswith(_IGNORED_SUFFIXES)
+    )
+
+
+def _is_neutral(name: str, value: Any, neutral: Mapping[str, tuple[Any, ...]]) -> bool:
+    if value is None or value in ("", [], {}):
+        return True
+    if name in neutral:
+        return value in neutral[name]
+    return value in (False, 0)
