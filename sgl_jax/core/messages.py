@@ -16,7 +16,7 @@ from sgl_jax.core import calls
 from sgl_jax.core.calls import CALL_OF as CALL_OF
 from sgl_jax.core.calls import call
 from sgl_jax.core.request_limits import INT32, MAX_NAMESPACE_CHARS, MAX_SESSION_ID_CHARS
-from sgl_jax.core.sampling_params import SamplingParams
+from sgl_jax.core.sampling_params import LogprobsMode, SamplingParams
 
 _MAX_TIMEOUT_S = 1e9
 _MAX_PATH_CHARS = 1024
@@ -102,6 +102,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         top_logprobs_num: also report it for this many most likely tokens at each position.
         token_ids_logprob: also report it for these token ids, at most MAX_LOGPROB_IDS.
         logprob_start_len: report prompt log-probabilities from this position on; -1 for none.
+        logprobs_mode: the distribution of the output's log-probabilities; a prompt's are raw.
         dp_rank: data-parallel rank that must run the request; None: the balancer chooses.
         session: set if the request is a session's turn; the history is put before `input_ids`.
         namespace: requests share cached prefixes only within one namespace; "" is also one. A turn
@@ -123,6 +124,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     top_logprobs_num: int = 0
     token_ids_logprob: list[int] = []
     logprob_start_len: int = -1
+    logprobs_mode: LogprobsMode = "raw"
     dp_rank: int | None = None
     session: SessionTurn | None = None
     is_length_default: bool = False

@@ -8,7 +8,7 @@ device computes in float32: values too close to a limit for float32 are replaced
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -21,6 +21,10 @@ MAX_STOP_TOKEN_IDS = 16  # per request, in addition to the model's end tokens
 MAX_LOGIT_BIAS = 64
 MAX_TOP_LOGPROBS = 20
 MAX_LOGPROB_IDS = 64
+# The distributions that log-probabilities can be of: the model's; after penalties, bias, grammar
+# and temperature; and after top-k, top-p and min-p, too, renormalised.
+LogprobsMode = Literal["raw", "scaled", "processed"]
+LOGPROBS_MODES: tuple[LogprobsMode, ...] = ("raw", "scaled", "processed")
 MAX_STOP_STRINGS = 16
 
 # Below this, logits divided by the temperature may overflow float32, and only the most likely token

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sgl_jax.core.sampling_params import LOGPROBS_MODES
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.settings import flag, setting
 
@@ -59,6 +60,13 @@ class ServerArgs(SchedulerArgs):
         False,
         "refuse requests for more output tokens than the context has room for; default: they get "
         "the room that is left, and the header x-max-tokens-clamped has the number",
+    )
+    logprobs_mode: str = setting(
+        "auto",
+        "log-probabilities of the output are the model's (raw), of its distribution after "
+        "penalties, grammar and temperature (scaled), or after top-k, top-p and min-p, too "
+        "(processed); auto: scaled for /generate, raw for other APIs",
+        ("auto", *LOGPROBS_MODES),
     )
     chat_template: str | None = setting(None, "file with a chat template, if not the tokenizer's")
     tool_call_parser: str = setting(

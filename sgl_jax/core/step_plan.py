@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_jax.core.page_tables import NO_PAGE_CHANGES, PageChanges
-from sgl_jax.core.sampling_params import SamplingParams
+from sgl_jax.core.sampling_params import LogprobsMode, SamplingParams
 
 Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
@@ -58,6 +58,7 @@ class RowAdmission(NamedTuple):
     start: int = 0
     # Tokens with log-probabilities reported at each position, in addition to the sampled token.
     logprob_ids: tuple[int, ...] = ()
+    logprobs_mode: LogprobsMode = "raw"
 
 
 class StatePlan(NamedTuple):

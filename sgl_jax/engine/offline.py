@@ -118,10 +118,10 @@ class Engine:
             input_ids: token id lists, instead of `prompts`.
             progress: show a progress bar; None shows it for many prompts on a terminal.
             options: `rid`, `return_logprob`, `top_logprobs_num`, `token_ids_logprob`,
-                `logprob_start_len`, `dp_rank`. One value or a list with one per prompt: `priority`,
-                and `extra_key` or `cache_salt` (a namespace of cached prefixes). With a single
-                prompt: `session_params`, a `SessionTurn` or a mapping of its fields (`{"id":
-                ...}`).
+                `logprob_start_len`, `logprobs_mode`, `dp_rank`. One value or a list with one per
+                prompt: `priority`, and `extra_key` or `cache_salt` (a namespace of cached
+                prefixes). With a single prompt: `session_params`, a `SessionTurn` or a mapping of
+                its fields (`{"id": ...}`).
 
         Raises:
             InvalidRequestError: a prompt or parameter cannot be served. Nothing was started, except
@@ -336,6 +336,7 @@ class Engine:
         for prompt, sampling, own in zip(prompts, params, each_options, strict=True):
             ids = checks.encode(prompt) if isinstance(prompt, str) else list(prompt)
             one = as_struct(sampling or {}, SamplingParams, "sampling_params")
+            own = {"usual_logprobs_mode": "scaled", **own}
             requests.append(checks.prepare(ids, one, default_max_new_tokens=128, **own))
         streams: list[RequestStream] = []
         try:

@@ -179,6 +179,7 @@ class RankScheduler:
             stop_token_ids=stop_ids,
             start=start,
             logprob_ids=tuple(request.message.token_ids_logprob),
+            logprobs_mode=request.message.logprobs_mode,
         )
         return lease.row
 

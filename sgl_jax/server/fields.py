@@ -33,6 +33,7 @@ from sgl_jax.core.sampling_params import (
     MAX_STOP_TOKEN_IDS,
     RANDOM_SEED,
     RANGES,
+    LogprobsMode,
     SamplingParams,
     choice_seed,
 )
@@ -153,6 +154,12 @@ class RequestFields(StrictModel):
         default=None, description='the tenant, unless the API key names one; "": none'
     )
 
+    logprobs_mode: LogprobsMode | None = Field(
+        default=None,
+        description="raw: log-probabilities are the model's; scaled: after penalties, grammar and "
+        "temperature; processed: after top_k, top_p and min_p, too; default: as --logprobs-mode",
+    )
+
     def options_of(self, num_prompts: int) -> list[dict[str, Any]]:
         """Return arguments of `RequestChecks.prepare` for each prompt. Raises `InvalidRequestError`
         for a list of another length, and for several ranks."""
@@ -166,7 +173,13 @@ class RequestFields(StrictModel):
         names = ("rid", "priority", "extra_key", "cache_salt")
         columns = [for_each(name, getattr(self, name), num_prompts) for name in names]
         return [
-            {"rid": rid, "priority": priority, "dp_rank": dp_rank, "namespace": one_namespace(*own)}
+            {
+                "rid": rid,
+                "priority": priority,
+                "dp_rank": dp_rank,
+                "namespace": one_namespace(*own),
+                "logprobs_mode": self.logprobs_mode,
+            }
             for rid, priority, *own in zip(*columns, strict=True)
         ]
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from sgl_jax.core.errors import EngineDeadError, EngineStuckError, InvalidRequestError
@@ -111,6 +112,36 @@ def test_log_probabilities_come_for_output_and_prompt(engine: Engine) -> None:
     assert check.logprobs[0].top_logprobs[0] == pytest.approx(
         result.prompt_logprobs[-1].top_logprobs[0], abs=1e-4
     )
+
+
+@pytest.mark.parametrize("temperature", [0.5, 0.7, 1.0, 1.5])
+def test_log_probabilities_are_those_of_the_sampled_distribution(
+    engine: Engine, temperature: float
+) -> None:
+    """As a trainer computes them: softmax of logits divided by the temperature."""
+    sampling = {"temperature": temperature, "top_p": 0.9, "top_k": 12, "seed": 3}
+    sampling |= {"max_new_tokens": 8}
+
+    def told(**options: Any) -> list[Any]:
+        named = {"token_ids_logprob": list(range(64)), "top_logprobs_num": 20}
+        result = engine.generate("The code of", sampling, return_logprob=True, **named, **options)
+        return list(result.logprobs)
+
+    raw, scaled, processed = (told(logprobs_mode=m) for m in ("raw", "scaled", "processed"))
+    for model, tempered, kept in zip(raw, scaled, processed, strict=True):
+        assert model.token_id == tempered.token_id == kept.token_id
+        # A softmax is known by its ratios, and by its sum.
+        ratios = np.subtract(model.id_logprobs, model.logprob) / temperature
+        assert np.subtract(tempered.id_logprobs, tempered.logprob) == pytest.approx(
+            ratios, abs=2e-5
+        )
+        probs = np.exp(tempered.top_logprobs)
+        num_kept = int(np.isfinite(kept.top_logprobs).sum())
+        mass = probs[:num_kept].sum()
+        assert num_kept <= 12
+        assert mass - probs[num_kept - 1] < 0.9
+        assert kept.logprob == pytest.approx(tempered.logprob - np.log(mass), abs=2e-5)
+    assert told() == scaled
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ VOCAB = 64
 STOPS = 20
 NUM_DRAWS = 2048
 _sample = jax.jit(sample_tokens)
+NO_LOGPROBS = np.bool_(False)
 
 
 def admission(row=1, tokens=(0,), prompt_len=None, seed=0, stop_token_ids=(), **sampling):
@@ -47,7 +48,7 @@ def sample(logits, admissions, samples=True, batch=8):
     drawing[:n] = samples
     where = SampledRows(jnp.asarray(rows), jnp.asarray(lengths), jnp.asarray(drawing))
     params = unpack_row_params(jnp.asarray(packed))
-    tokens, are_finite = _sample(padded, params, jnp.asarray(table), where)
+    tokens, are_finite, _ = _sample(padded, params, jnp.asarray(table), where, NO_LOGPROBS)
     np.testing.assert_array_equal(are_finite[:n], np.isfinite(padded[:n].max(-1)))
     return np.asarray(tokens)[:n]
 

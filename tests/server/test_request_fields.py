@@ -138,6 +138,26 @@ async def test_log_probabilities_may_be_asked_for_by_prompt(rig: Rig) -> None:
     assert asked == [(True, 0, 2), (False, -1, 0)]
 
 
+@pytest.mark.parametrize(
+    ("path", "usual"),
+    [("/generate", "scaled"), ("/v1/completions", "raw"), ("/v1/chat/completions", "raw")],
+)
+async def test_log_probabilities_are_of_the_mode_asked_for_or_the_apis(
+    rig: Rig, path: str, usual: str
+) -> None:
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+    if path != "/v1/chat/completions":
+        body = {"/generate": {"text": "a"}, "/v1/completions": {"prompt": "a"}}[path]
+    for mode in (None, "raw", "scaled", "processed"):
+        answer = await rig.http.post(path, json=body | {"logprobs_mode": mode})
+        assert answer.status_code == 200
+    modes = [request.logprobs_mode for request in sent(rig)]
+    assert modes == [usual, "raw", "scaled", "processed"]
+    answer = await rig.http.post(path, json=body | {"logprobs_mode": "hot"})
+    assert answer.status_code == 400
+    assert "'raw', 'scaled' or 'processed'" in answer.json()["error"]["message"]
+
+
 async def test_named_tokens_of_all_prompts_and_answers(rig: Rig) -> None:
     body = {"text": ["a", "bc"], "sampling_params": {"n": 2, "max_new_tokens": 3}}
     body |= {"return_logprob": True, "token_ids_logprob": [8, 1]}

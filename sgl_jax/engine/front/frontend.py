@@ -72,7 +72,12 @@ class Frontend:
         self.facts = EngineFacts.from_info(info)
         check_vocabulary(tokenizer, args.tokenizer_folder, self.facts.vocab_size)
         self.tokenizer = tokenizer
-        self.checks = RequestChecks(tokenizer, self.facts, is_strict=args.strict_max_tokens)
+        self.checks = RequestChecks(
+            tokenizer,
+            self.facts,
+            is_strict=args.strict_max_tokens,
+            logprobs_mode=args.logprobs_mode,
+        )
         self.metrics = RequestMetrics(args.model_name)
         self.tracer = tracer
         self._send = send

@@ -20,7 +20,13 @@ from sgl_jax.core.request_limits import (
     check_rid,
     check_session_id,
 )
-from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, MAX_TOP_LOGPROBS, SamplingParams
+from sgl_jax.core.sampling_params import (
+    LOGPROBS_MODES,
+    MAX_LOGPROB_IDS,
+    MAX_TOP_LOGPROBS,
+    LogprobsMode,
+    SamplingParams,
+)
 from sgl_jax.text.tokenizer import Tokenizer
 
 # Practical upper bound on the factor by which a tokenizer's normalizer shortens a text (composes
@@ -48,13 +54,22 @@ class EngineFacts(NamedTuple):
 class RequestChecks:
     """Checks against the limits of one engine. Thread-safe.
 
-    `is_strict` refuses an output limit that does not fit, instead of lowering it.
+    `is_strict` refuses an output limit that does not fit, instead of lowering it. `logprobs_mode`
+    is that of requests without a mode; "auto": the usual mode of the request's API.
     """
 
-    def __init__(self, tokenizer: Tokenizer, facts: EngineFacts, *, is_strict: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        facts: EngineFacts,
+        *,
+        is_strict: bool,
+        logprobs_mode: str = "auto",
+    ) -> None:
         self._tokenizer = tokenizer
         self._facts = facts
         self._is_strict = is_strict
+        self._logprobs_mode = logprobs_mode
 
     @property
     def max_prompt_chars(self) -> int:
@@ -106,6 +121,8 @@ class RequestChecks:
         rid: str | None = None,
         default_max_new_tokens: int | None = None,
         token_ids_logprob: Sequence[int] = (),
+        logprobs_mode: str | None = None,
+        usual_logprobs_mode: str = "raw",
         session: SessionTurn | None = None,
         priority: int | None = None,
         **options: Any,
@@ -122,6 +139,8 @@ class RequestChecks:
                 `--strict-max-tokens` also the client's limit. The engine does so for a session's
                 turn, since only it has the history.
             token_ids_logprob: tokens to report wherever log-probabilities are reported.
+            logprobs_mode: the distribution of log-probabilities; None: as `--logprobs-mode` says.
+            usual_logprobs_mode: the mode of the request's API, for `--logprobs-mode auto`.
             session: set if the request is a session's turn.
             priority: None is 0.
             options: other fields of `GenerateRequest`.
@@ -141,6 +160,7 @@ class RequestChecks:
             input_ids=prompt_ids,
             sampling=checked,
             token_ids_logprob=list(token_ids_logprob),
+            logprobs_mode=self._checked_mode(logprobs_mode, usual_logprobs_mode),
             session=None if session is None else self._checked_turn(session, rid),
             is_length_default=sampling.max_new_tokens is None or not self._is_strict,
             is_prompt_only=is_prompt_only,
@@ -149,6 +169,16 @@ class RequestChecks:
         )
         self._check_options(request)
         return request
+
+    def _checked_mode(self, given: str | None, usual: str) -> LogprobsMode:
+        mode = given or (usual if self._logprobs_mode == "auto" else self._logprobs_mode)
+        for known in LOGPROBS_MODES:
+            if mode == known:
+                return known
+        known_modes = ", ".join(LOGPROBS_MODES)
+        raise InvalidRequestError(
+            f"logprobs_mode must be one of {known_modes}, got {mode!r}", "logprobs_mode"
+        )
 
     def _check_options(self, request: GenerateRequest) -> None:
         """Check all fields except prompt, sampling and session against the engine's limits."""

@@ -6,7 +6,6 @@ from jax import lax
 
 from sgl_jax.layers.mesh_axes import any_over_data, join_shares, own_share
 from sgl_jax.layers.sampling.logprobs import LogprobArrays, no_logprobs, token_logprobs
-from sgl_jax.layers.sampling.race import finite_rows
 from sgl_jax.layers.sampling.row_params import SampledRows, unpack_row_params
 from sgl_jax.layers.sampling.sample import is_elaborate, sample_tokens
 from sgl_jax.layers.sampling.split_logits import SplitLogits
@@ -29,7 +28,7 @@ def draw_tokens(
         where: the rows to draw.
         returns_logprobs: bool[], whether this rank reports log-probabilities.
         masks: int32[n, ceil(vocab_size / 32)] tokens that may be drawn; None if all. They do not
-            change the reported log-probabilities or the check for finite logits.
+            change raw log-probabilities or the check for finite logits.
 
     Returns:
         Tokens int32[n], `finite_rows` of the logits bool[n], and log-probabilities, zeros if not
@@ -43,16 +42,10 @@ def draw_tokens(
         rows = logits.whole_rows()
         params = unpack_row_params(row_params[own.rows])
         allowed = rows if masks is None else drawable.whole_rows()
-        tokens, is_finite = sample_tokens(allowed, params, token_table, own)
-        if masks is not None:  # masks may hide a logit, or all finite logits
-            is_finite = finite_rows(rows)
-        logprobs = lax.cond(
-            returns_logprobs,
-            lambda: token_logprobs(rows, tokens, params.logprob_ids),
-            lambda: no_logprobs(tokens.shape[0]),
-        )
+        unmasked = None if masks is None else rows
+        drawn = sample_tokens(allowed, params, token_table, own, returns_logprobs, unmasked)
         results: tuple[jax.Array, jax.Array, LogprobArrays] = jax.tree.map(
-            lambda share: join_shares(share, num_rows), (tokens, is_finite, logprobs)
+            lambda share: join_shares(share, num_rows), tuple(drawn)
         )
         return results
 

@@ -1,8 +1,4 @@
-"""Log-probabilities to report, with the meaning of the OpenAI API.
-
-They are computed from the logits before temperature, penalties, bias and filters, so they are the
-model's and do not depend on how a token was then chosen.
-"""
+"""Log-probabilities to report."""
 
 from typing import NamedTuple
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from sgl_jax.core.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROB_IDS
+from sgl_jax.core.sampling_params import LOGPROBS_MODES, MAX_LOGIT_BIAS, MAX_LOGPROB_IDS
 from sgl_jax.core.step_plan import Int32Array, RowAdmission
 
 # Fills unused token id slots: outside any vocabulary, so a scatter to it is dropped.
@@ -25,6 +25,7 @@ class RowParams(NamedTuple):
     prompt_len: jax.Array  # int32[n], tokens of the original prompt
     min_new_tokens: jax.Array  # int32[n]
     top_k: jax.Array  # int32[n], 0 keeps all
+    logprobs_mode: jax.Array  # int32[n], index in LOGPROBS_MODES
     temperature: jax.Array  # float32[n], 0 is greedy
     top_p: jax.Array  # float32[n], 1 keeps all
     min_p: jax.Array  # float32[n], 0 keeps all
@@ -37,7 +38,7 @@ class RowParams(NamedTuple):
     stop_ids: jax.Array  # int32[n, max_stop_ids], NO_TOKEN where unused
 
 
-_NUM_INTS, _NUM_SCALARS = 5, 11  # in `RowParams`: integers, then floats, then lists
+_NUM_INTS, _NUM_SCALARS = 6, 12  # in `RowParams`: integers, then floats, then lists
 _INT_FIELDS = RowParams._fields[:_NUM_INTS]
 _FLOAT_FIELDS = RowParams._fields[_NUM_INTS:_NUM_SCALARS]
 _BIAS_IDS = slice(_NUM_SCALARS, _NUM_SCALARS + MAX_LOGIT_BIAS)
@@ -74,6 +75,7 @@ def pack_row_params(admission: RowAdmission, max_stop_ids: int) -> Int32Array:
         admission.prompt_len,
         sampling.min_new_tokens,
         min(max(sampling.top_k, 0), NO_TOKEN),
+        LOGPROBS_MODES.index(admission.logprobs_mode),
     )
     floats = packed[_NUM_INTS:_NUM_SCALARS].view(np.float32)
     floats[:] = [getattr(sampling, name) for name in _FLOAT_FIELDS]

@@ -7,18 +7,21 @@ sees the removals of another); the draw is exact, from the renormalised remainde
 The noise of a row depends only on its seed and the position of the drawn token, never on its
 neighbours, its place in the batch, the padded size or the rank.
 
-A batch of plain greedy rows costs one argmax: everything else is in a `lax.cond` branch. It
-processes blocks of rows, because it holds several arrays of the size of the logits, which for 256
-rows of a large vocabulary would take the memory of many KV pages.
+A batch of plain greedy rows without log-probabilities costs one argmax: everything else is in a
+`lax.cond` branch. It processes blocks of rows, because it holds several arrays of the size of the
+logits, which for 256 rows of a large vocabulary would take the memory of many KV pages.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sgl_jax.core.sampling_params import LOGPROBS_MODES
 from sgl_jax.layers.sampling.filters import keep_threshold
+from sgl_jax.layers.sampling.logprobs import LogprobArrays, no_logprobs, token_logprobs
 from sgl_jax.layers.sampling.penalties import adjust_logits, largest_masked, needs_adjusting
 from sgl_jax.layers.sampling.race import (
     finite_rows,
@@ -32,26 +35,42 @@ from sgl_jax.layers.sampling.row_params import RowParams, SampledRows
 BLOCK_ROWS = 16  # rows for which changed logits and noise are held at once
 
 
-def sample_tokens(
-    logits: jax.Array, params: RowParams, token_table: jax.Array, where: SampledRows
-) -> tuple[jax.Array, jax.Array]:
-    """Return the next token of each row, int32[n], and whether its logits are finite, bool[n].
+class Drawn(NamedTuple):
+    """The tokens of n rows."""
 
-    The token is always a valid id, even if logits are NaN. A row is also not finite if its logits
-    overflow float32 when divided by the temperature.
+    tokens: jax.Array  # int32[n], always valid ids, even if logits are NaN
+    # bool[n], see `finite_rows`. A row is also not finite if its logits overflow float32 when
+    # divided by the temperature.
+    is_finite: jax.Array
+    logprobs: LogprobArrays  # zeros if not requested
+
+
+def sample_tokens(
+    logits: jax.Array,
+    params: RowParams,
+    token_table: jax.Array,
+    where: SampledRows,
+    returns_logprobs: jax.Array,
+    unmasked: jax.Array | None = None,
+) -> Drawn:
+    """Draw the next token of each row.
 
     Args:
-        logits: float32[n, vocab], the model's logits.
+        logits: float32[n, vocab], the model's logits, with -inf for tokens that a grammar forbids.
         params: the rows' sampling parameters.
         token_table: int32[num_rows, max_context_len], read only if a row has penalties.
         where: the rows to draw.
+        returns_logprobs: bool[], whether log-probabilities are reported.
+        unmasked: the logits before the grammar's mask; None: there is none.
     """
-    drawn: tuple[jax.Array, jax.Array] = lax.cond(
-        jnp.any(is_elaborate(params, where)),
-        lambda: _sample_elaborately(logits, params, token_table, where),
-        lambda: (first_argmax(logits), finite_rows(logits)),
+    whole = logits if unmasked is None else unmasked
+    drawn: Drawn = lax.cond(
+        jnp.any(is_elaborate(params, where)) | returns_logprobs,
+        lambda: _sample_elaborately(logits, whole, params, token_table, where, returns_logprobs),
+        lambda: Drawn(first_argmax(logits), finite_rows(logits), no_logprobs(logits.shape[0])),
     )
-    return drawn
+    # Masks may hide a logit, or all finite logits.
+    return drawn if unmasked is None else drawn._replace(is_finite=finite_rows(unmasked))
 
 
 def is_elaborate(params: RowParams, where: SampledRows) -> jax.Array:
@@ -68,80 +87,124 @@ def _is_adjusted(params: RowParams, where: SampledRows) -> jax.Array:
 
 
 def _sample_elaborately(
-    logits: jax.Array, params: RowParams, token_table: jax.Array, where: SampledRows
-) -> tuple[jax.Array, jax.Array]:
-    tokens, largest = _sample_in_blocks(logits, params, token_table, where)
+    logits: jax.Array,
+    unmasked: jax.Array,
+    params: RowParams,
+    token_table: jax.Array,
+    where: SampledRows,
+    returns_logprobs: jax.Array,
+) -> Drawn:
+    tokens, largest, logprobs = _sample_in_blocks(
+        _Rows(logits, unmasked, params, where), token_table, returns_logprobs
+    )
     # The mask of stop tokens is the only change that can remove a logit.
     masked = largest_masked(logits, params, where.num_tokens)
-    return tokens, jnp.isfinite(jnp.maximum(largest, masked))
+    return Drawn(tokens, jnp.isfinite(jnp.maximum(largest, masked)), logprobs)
+
+
+class _Rows(NamedTuple):
+    """Rows to draw, with the logits before and after the grammar's mask."""
+
+    logits: jax.Array
+    unmasked: jax.Array
+    params: RowParams
+    where: SampledRows
+
+
+# Each row's token, int32[n], its largest changed logit, float32[n], and its log-probabilities.
+_BlockResult = tuple[jax.Array, jax.Array, LogprobArrays]
 
 
 def _sample_in_blocks(
-    logits: jax.Array, params: RowParams, token_table: jax.Array, where: SampledRows
-) -> tuple[jax.Array, jax.Array]:
+    rows: _Rows, token_table: jax.Array, returns_logprobs: jax.Array
+) -> _BlockResult:
     """Return `_sample_block` of all rows, by blocks of `BLOCK_ROWS`.
 
     The last block may overlap the previous block, and then draws the same tokens again.
     """
-    num_rows, size = logits.shape[0], BLOCK_ROWS
+    num_rows, size = rows.logits.shape[0], BLOCK_ROWS
     if num_rows <= size:  # a loop of one iteration would compile more slowly
-        return _sample_block(logits, params, token_table, where)
+        return _sample_block(rows, token_table, returns_logprobs)
 
-    def sample_block(
-        index: jax.Array, drawn: tuple[jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
+    def sample_block(index: jax.Array, results: _BlockResult) -> _BlockResult:
         start = jnp.minimum(index * size, num_rows - size)
-        block = jax.tree.map(
-            lambda x: lax.dynamic_slice_in_dim(x, start, size), (logits, params, where)
+        block = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), rows)
+        updated: _BlockResult = jax.tree.map(
+            lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, start, axis=0),
+            *(results, _sample_block(block, token_table, returns_logprobs)),
         )
-        tokens, largest = _sample_block(block[0], block[1], token_table, block[2])
-        return (
-            lax.dynamic_update_slice_in_dim(drawn[0], tokens, start, axis=0),
-            lax.dynamic_update_slice_in_dim(drawn[1], largest, start, axis=0),
-        )
+        return updated
 
-    nothing = (jnp.zeros(num_rows, jnp.int32), jnp.zeros(num_rows, logits.dtype))
-    drawn: tuple[jax.Array, jax.Array] = lax.fori_loop(
-        0, -(-num_rows // size), sample_block, nothing
-    )
-    return drawn
+    nothing = jnp.zeros(num_rows, jnp.int32), jnp.zeros(num_rows), no_logprobs(num_rows)
+    results: _BlockResult = lax.fori_loop(0, -(-num_rows // size), sample_block, nothing)
+    return results
 
 
-def _sample_block(
-    logits: jax.Array, params: RowParams, token_table: jax.Array, where: SampledRows
-) -> tuple[jax.Array, jax.Array]:
-    """Return a token of each row, int32[n], and its largest changed logit, float32[n]."""
+def _sample_block(rows: _Rows, token_table: jax.Array, returns_logprobs: jax.Array) -> _BlockResult:
+    """Draw a block of rows."""
+    logits, unmasked, params, where = rows
     random, adjusted = _is_random(params, where), _is_adjusted(params, where)
     changed = lax.cond(
         jnp.any(adjusted),
         lambda: adjust_logits(logits, params, token_table, where, adjusted),
         lambda: logits,
     )
-    drawn: tuple[jax.Array, jax.Array] = lax.cond(
+    num_rows = logits.shape[0]
+    tokens, largest, threshold = lax.cond(
         jnp.any(random),
         lambda: _draw(changed, params, where.num_tokens, random),
-        lambda: (first_argmax(changed), jnp.max(changed, axis=-1)),
+        lambda: (first_argmax(changed), jnp.max(changed, axis=-1), jnp.zeros(num_rows)),
     )
-    return drawn
+
+    def report() -> LogprobArrays:
+        reported = _reported(changed, unmasked, params, random, threshold)
+        return token_logprobs(reported, tokens, params.logprob_ids)
+
+    logprobs = lax.cond(returns_logprobs, report, lambda: no_logprobs(num_rows))
+    return tokens, largest, logprobs
+
+
+def _reported(
+    changed: jax.Array,
+    unmasked: jax.Array,
+    params: RowParams,
+    random: jax.Array,
+    threshold: jax.Array,
+) -> jax.Array:
+    """Return the logits float32[n, vocab] of the distributions that rows report.
+
+    They are the model's (`unmasked`) or the `changed` logits, divided by the temperature and, in
+    mode "processed", without the tokens whose weight is below the row's `threshold`. Rows that are
+    not `random` have neither temperature nor filters.
+    """
+    is_raw = params.logprobs_mode == LOGPROBS_MODES.index("raw")
+    divisor = jnp.where(random & ~is_raw, params.temperature, 1.0)
+    logits = jnp.where(is_raw[:, None], unmasked, changed) / divisor[:, None]
+    weights = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
+    is_filtered = random & (params.logprobs_mode == LOGPROBS_MODES.index("processed"))
+    # The weights may differ from those that were drawn from in the last bit.
+    is_dropped = weights < (threshold * (1 - 1e-6))[:, None]
+    return jnp.where(is_filtered[:, None] & is_dropped, -jnp.inf, logits)
 
 
 def _draw(
     logits: jax.Array, params: RowParams, positions: jax.Array, random: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Draw a token int32[n] of each row of `logits` float32[n, vocab], greedy unless `random`.
 
-    Also return the rows' largest logits after the temperature, float32[n].
+    Also return the rows' largest logits after the temperature, and the least of `_weights` that the
+    filters keep, both float32[n].
     """
     vocab = logits.shape[1]
     top_k = jnp.where(random, params.top_k, 0)
     top_p = jnp.where(random, params.top_p, 1.0)
     min_p = jnp.where(random, params.min_p, 0.0)
     weights, largest = _weights(logits, params.temperature, random)
-    threshold = keep_threshold(weights, top_k, top_p, min_p)[:, None]
-    strips = [jnp.where(strip >= threshold, strip, 0.0) for strip in split_strips(weights)]
+    threshold = keep_threshold(weights, top_k, top_p, min_p)
+    strips = [jnp.where(strip >= threshold[:, None], strip, 0.0) for strip in split_strips(weights)]
     seeds = jnp.stack([params.seed_high, params.seed_low], axis=1)
     drawn = jnp.minimum(race(strips, seeds, positions), vocab - 1)
-    return jnp.where(random, drawn, _first_one(strips, vocab)), largest
+    return jnp.where(random, drawn, _first_one(strips, vocab)), largest, threshold
 
 
 def _weights(

@@ -197,6 +197,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
         names,
         turn=session_turn(body.session_params),
         default_max_new_tokens=_DEFAULT_MAX_NEW_TOKENS,
+        usual_logprobs_mode="scaled",
     )
     answer_format = NativeFormat(references_of(request), body)
     group = StreamGroup(request, requests, streaming=body.stream, names=names)

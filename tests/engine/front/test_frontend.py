@@ -11,7 +11,7 @@ from sgl_jax.core.engine_messages import FinishReason, OutputBatch, Reply, Reque
 from sgl_jax.core.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from sgl_jax.core.messages import AbortRequest, GetState, SessionTurn, StopRequest
 from sgl_jax.core.request_limits import MAX_OWNER_CHARS, MAX_SESSION_ID_CHARS
-from sgl_jax.core.sampling_params import SamplingParams
+from sgl_jax.core.sampling_params import LOGPROBS_MODES, SamplingParams
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.front.frontend import Frontend
 from sgl_jax.engine.front.request_checks import RequestChecks
@@ -315,6 +315,20 @@ def test_a_turn_that_was_refused_is_not_taken_back(rig: Rig) -> None:
     assert stream.finish is not None
     rig.front.abandon(stream)
     assert rig.sent(AbortRequest) == []
+
+
+@pytest.mark.parametrize("server", ["auto", *LOGPROBS_MODES])
+def test_the_servers_mode_of_log_probabilities_replaces_the_apis(rig: Rig, server: str) -> None:
+    checks = RequestChecks(
+        rig.front.tokenizer, rig.front.facts, is_strict=False, logprobs_mode=server
+    )
+    for usual in LOGPROBS_MODES:
+        prepared = checks.prepare([1], SamplingParams(), usual_logprobs_mode=usual)
+        assert prepared.logprobs_mode == (usual if server == "auto" else server)
+        own = checks.prepare([1], SamplingParams(), logprobs_mode="processed")
+        assert own.logprobs_mode == "processed"
+    with pytest.raises(InvalidRequestError, match="one of raw, scaled, processed, got 'hot'"):
+        checks.prepare([1], SamplingParams(), logprobs_mode="hot")
 
 
 def test_a_default_length_is_marked_as_such(rig: Rig) -> None:
