@@ -1,7 +1,7 @@
 """The command line: `python -m sgl_jax.launch_server --model-path X`, or `sgl-jax serve ...`.
 
-`sgl-jax plan ...` runs the planner (`sgl_jax.planner`), `sgl-jax bench ...` two benchmarks
-(`sgl_jax.bench`).
+`sgl-jax plan ...` runs the planner (`sgl_jax.planner`), `sgl-jax bench ...` benchmarks
+(`sgl_jax.bench`), `sgl-jax doctor ...` checks a machine (`sgl_jax.doctor`).
 """
 
 import sys
@@ -29,6 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from sgl_jax.bench.__main__ import main as bench
 
         return bench(words[1:])
+    if words[:1] == ["doctor"]:
+        from sgl_jax.doctor.__main__ import main as doctor
+
+        return doctor(words[1:])
     if words[:1] == ["serve"]:
         words = words[1:]
     args = parse_server_args(words)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from sgl_jax.core.command_line import parse_server_args
+from sgl_jax.doctor.__main__ import parse_doctor_request
 from sgl_jax.planner.arguments import parse_plan_request
 from tests.support.documented import PAGES, README, ROOT, command_lines
 
@@ -57,6 +58,8 @@ def check_own_command(words: list[str]) -> None:
         parse_plan_request(flags)
     elif command == "serve":
         parse_server_args(flags)
+    elif command == "doctor":
+        parse_doctor_request(flags)
     else:
         raise AssertionError(f"no command {command}")
 

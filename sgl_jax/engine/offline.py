@@ -21,12 +21,15 @@ from sgl_jax.core.errors import InvalidRequestError, QueueFullError
 from sgl_jax.core.messages import (
     CallMessage,
     CloseSession,
+    ContinueGeneration,
     FlushCache,
     ForkSession,
     GenerateRequest,
     GetState,
     ListSessions,
     OpenSession,
+    PauseGeneration,
+    PauseMode,
     RollbackSession,
     Shutdown,
 )
@@ -48,6 +51,7 @@ from sgl_jax.engine.offline_inputs import (
 )
 from sgl_jax.engine.offline_results import Generation, GenerationError, extended
 from sgl_jax.engine.opening import open_model_files, open_tracer
+from sgl_jax.executor.model_executor import ModelExecutor
 from sgl_jax.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -70,9 +74,19 @@ class Engine:
         args = ServerArgs(model_path=model_folder(model_path), **settings)
         if args.num_hosts > 1:
             raise ValueError("an Engine in Python has one host; sgl-jax serve starts several")
+        self._open(args)
+
+    @classmethod
+    def on(cls, executor: ModelExecutor, args: ServerArgs) -> "Engine":
+        """Return an engine on an executor that was made from `args`, and stays open afterwards."""
+        engine = cls.__new__(cls)
+        engine._open(args, executor)
+        return engine
+
+    def _open(self, args: ServerArgs, executor: ModelExecutor | None = None) -> None:
         self._tracer = open_tracer(args)
         tokenizer = open_model_files(args)
-        self._core = EngineCore(args)
+        self._core = EngineCore(args, executor=executor)
         self._channel = InProcessChannel(self._handle)
         self._health = EngineHealth(args.engine_heartbeat_timeout)
         send = self._channel.inbox.put
@@ -287,6 +301,14 @@ class Engine:
     def flush_cache(self) -> bool:
         """Empty the prefix caches. Return False while requests are running."""
         return self._call(FlushCache()).ok
+
+    def pause_generation(self, mode: PauseMode = "abort") -> None:
+        """Run no step until `continue_generation`; `PauseGeneration` explains the modes."""
+        self._checked_call(PauseGeneration(mode=mode))
+
+    def continue_generation(self) -> None:
+        """Run steps again after `pause_generation`."""
+        self._checked_call(ContinueGeneration())
 
     def shutdown(self) -> None:
         """End the engine and free its memory. Requests in flight end with an abort."""

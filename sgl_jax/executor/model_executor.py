@@ -49,6 +49,7 @@ from sgl_jax.executor.row_tables import DeviceRows, cut_admissions, empty_piece
 from sgl_jax.executor.store_transfers import StoreTransfers
 from sgl_jax.executor.weights import ServedWeights, WeightsError, stored_model
 from sgl_jax.kernels.attention.cache_dtype import cache_dtype_name
+from sgl_jax.layers.kernels import Kernels
 from sgl_jax.mem_cache.device_pool import make_zeros
 from sgl_jax.models.placement import place_model
 from sgl_jax.models.served import check_same_model
@@ -132,9 +133,8 @@ class ModelExecutor(Executor):
                 )
         self.prefill_rate = self.fetch_rate = self.store_rate = 0.0
         self._watch = CompileWatch()
-        self._stages = CompileStages(
-            self._programs, buckets, args.warmup, self._watch, self._progress
-        )
+        self._config = config
+        self._stages = self._new_stages()
         self.profiler = Profiler()
         self.expert_recorder = ExpertRecorder(self._expert_counts)
         self._in_flight: deque[LaunchedStep] = deque()
@@ -155,6 +155,19 @@ class ModelExecutor(Executor):
             "settings": decided,
             **self.sizes._asdict(),
         }
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute all further steps with `kernels`, for instance to compare them with others. Call
+        `warm_up` again to compile their programs. Nothing may be in flight."""
+        self._watch.disarm()
+        options = self._config.build_options._replace(kernels=kernels)
+        placed = place_model(self._model, self._mesh, options)
+        self._programs = self._programs.of_graph(placed.graphdef)
+        self._stages = self._new_stages()
+
+    def _new_stages(self) -> CompileStages:
+        buckets, warmup = self._config.buckets, self._args.warmup
+        return CompileStages(self._programs, buckets, warmup, self._watch, self._progress)
 
     def compile_counts(self) -> dict[str, int]:
         """Return the compilations until `warm_up` ended, in the background since then, and in the

@@ -4,6 +4,7 @@ Owns tracing, sharding, donation and compilation. Programs are compiled ahead of
 called directly, so a call never compiles.
 """
 
+import copy
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -77,6 +78,13 @@ class Programs:
         self._traced_halves: dict[Bucket, tuple[jax.stages.Lowered, jax.stages.Lowered]] = {}
         self._halves: dict[Bucket, tuple[StepProgram, StepProgram]] = {}
         self._admit: AdmitProgram | None = None
+
+    def of_graph(self, graphdef: Any) -> "Programs":
+        """Return the programs of another graph with the same parameters; none is compiled yet."""
+        other = copy.copy(self)
+        other._graphdef = graphdef
+        other._steps, other._traced_halves, other._halves = {}, {}, {}
+        return other
 
     def layout(self, bucket: Bucket) -> DPLayout:
         sizes = self._sizes

@@ -63,15 +63,26 @@ class EngineCore:
     a recording repeats its events.
     """
 
-    def __init__(self, args: ServerArgs, progress: Progress | None = None) -> None:
-        """Load the model. `progress` gets the phases of the start, and of long work afterwards."""
+    def __init__(
+        self,
+        args: ServerArgs,
+        progress: Progress | None = None,
+        executor: ModelExecutor | None = None,
+    ) -> None:
+        """Load the model, or use `executor`, which stays open afterwards.
+
+        `progress` gets the phases of the start, and of long work afterwards.
+        """
         self.args = args
         self._progress = progress or Progress()
         # First, so that a failure is reported before the model is loaded.
         kv_events = KVEventsConfig.read(args.kv_events_config)
         self._recording = EventWriter.create(args.record_events) if args.record_events else None
-        executor = GroupExecutor if args.num_hosts > 1 else ModelExecutor
-        self.executor = executor(args, self._progress)
+        self._closes_executor = executor is None
+        if executor is None:
+            kind = GroupExecutor if args.num_hosts > 1 else ModelExecutor
+            executor = kind(args, self._progress)
+        self.executor = executor
         self.executor.warm_up()
         sizes = self.executor.sizes
         self.info: dict[str, Any] = {
@@ -220,7 +231,8 @@ class EngineCore:
             if self._recording is not None:
                 self._recording.close()
         finally:
-            self.executor.close()
+            if self._closes_executor:
+                self.executor.close()
 
     def _is_moving(self) -> bool:
         """Return whether background work may end soon while no step can be planned."""
