@@ -28,8 +28,8 @@ class CacheGroup(NamedTuple):
 # Every layer attends to every token.
 FULL_ATTENTION = (CacheGroup(None),)
 
-# Steps for which a decode row may hold slots: two in flight and one planned.
-_STEPS_AHEAD = 3
+# Launches for which a decode row may hold slots: two in flight and one planned.
+_LAUNCHES_AHEAD = 3
 
 
 class EngineSizes(NamedTuple):
@@ -55,6 +55,7 @@ class EngineSizes(NamedTuple):
     max_draft_tokens: int = 0  # per row and step; 0 without speculative decoding
     # Slots past a row's drafts where a draft layer writes KV while it computes the next drafts.
     lookahead_slots: int = 0
+    max_decode_steps: int = 1  # decode steps of one plan; 1 with drafts
     groups: tuple[CacheGroup, ...] = FULL_ATTENTION  # cache groups of the model's layers
     # Recurrent layers: tokens between kept states, multiples of the page size. A state is kept at
     # each multiple of `snapshot_interval` in prompt and output, and at the last multiple of
@@ -120,7 +121,8 @@ class EngineSizes(NamedTuple):
         return min(self.pages_per_row, self._window_pages(group.sliding_window, 1))
 
     def _window_pages(self, window: int, num_ahead: int) -> int:
-        most_ahead = _STEPS_AHEAD * (1 + self.max_draft_tokens) + self.lookahead_slots
+        most_gained = max(1 + self.max_draft_tokens, self.max_decode_steps)  # tokens of a launch
+        most_ahead = _LAUNCHES_AHEAD * most_gained + self.lookahead_slots
         num_ahead = max(num_ahead, most_ahead)
         return self.pages_for(window - 1) + self.pages_for(num_ahead - 1) + 1
 

@@ -12,6 +12,10 @@ tokens up to the first that differs from its draft. So a row gains 1 to 1 + k to
 step is planned before the result is read, the host does not have the exact length of the row: the
 plan marks the row (`relayed`), and the executor uses the length on the device.
 
+A plan of decode rows only may have several steps (`num_steps`), which the device computes in a loop.
+Each step reads the token that the previous step wrote to the token table. A row ends early at a stop
+token. So it gains 1 to num_steps tokens, and the host treats those after the first like drafts.
+
 Every array in a plan is a fresh copy, or a part of one made for all ranks (and therefore not
 necessarily contiguous). The scheduler never writes to it after the launch, so the executor may pass
 it to the device without a copy.
@@ -118,6 +122,9 @@ class RankPlan(NamedTuple):
     # [num_decode, max_draft_tokens] drafts chosen by the host for decode rows; NO_DRAFT where the
     # step computes the draft. None: the step computes all drafts.
     drafts: Int32Array | None = None
+    # [n] decode steps of each row, which has no drafts and, for the first, no other query than its
+    # last token; None: one step. All ranks of a plan have several steps, or none has.
+    num_steps: Int32Array | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -170,6 +177,11 @@ class StepPlan:
     is_masked: bool = False
     saved: tuple[PageTransfer, ...] = ()
 
+    @property
+    def has_steps(self) -> bool:
+        """Return whether the plan has several decode steps."""
+        return self.ranks[0].num_steps is not None
+
 
 class PromptLogprobs(NamedTuple):
     """Log-probabilities of the *next* tokens of one prefill chunk's last m = num_scored queries.
@@ -185,7 +197,8 @@ class PromptLogprobs(NamedTuple):
 
 
 class RankResult(NamedTuple):
-    """New tokens of one rank's rows, in plan order; w = 1 + EngineSizes.max_draft_tokens.
+    """New tokens of one rank's rows, in plan order; w = 1 + EngineSizes.max_draft_tokens, or
+    EngineSizes.max_decode_steps in a plan of several steps.
 
     `tokens[i]` begins with the new tokens of row i and is padded with -1. If the row did not
     sample, all entries are -1. Optional fields are None unless the plan requests them.

@@ -56,6 +56,11 @@ class Buckets(NamedTuple):
         return tuple(own.tokens for own in self.all if own.rows == min(own.tokens, self.rows))
 
     @property
+    def decode(self) -> tuple[Bucket, ...]:
+        """Return the shapes of steps of decode rows without drafts."""
+        return tuple(own for own in self.all if own.rows == own.tokens)
+
+    @property
     def first(self) -> tuple[Bucket, ...]:
         """Return the shapes that serve every step: that of a full decode batch, and the largest."""
         decode = self.smallest(self.decode_tokens, self.rows)

@@ -2,8 +2,8 @@
 
 With `--warmup staged` two programs are compiled before the server is ready: that of a full decode
 batch, and the largest, which holds every step. A step is padded to the smallest shape that has a
-program. The other programs follow in the background, those that save most first, and then those of
-masked steps.
+program. The other programs follow in the background, those that save most first, then those of
+masked steps and of several decode steps.
 """
 
 import logging
@@ -29,6 +29,8 @@ class CompileStages:
         warmup: str,
         watch: CompileWatch,
         progress: Progress,
+        *,
+        has_decode_steps: bool,
     ) -> None:
         self.warmup = warmup
         self._programs = programs
@@ -36,19 +38,26 @@ class CompileStages:
         self._watch, self._progress = watch, progress
         # The shapes with programs: of steps, and of masked steps.
         self._ready = self._ready_masked = buckets
+        # The shapes of several decode steps: all, and those with programs.
+        self._decode = self.ready_decode = buckets.decode if has_decode_steps else ()
         self._background: BackgroundCompilation | None = None
         self._num_needed = 0  # of its jobs, before masked steps may be launched
 
     def compile_first(self) -> tuple[Bucket, ...]:
         """Compile the programs of the first stage, and return their shapes."""
-        more: tuple[Callable[[Bucket], object], ...] = ()
+        more: list[Callable[[], object]] = []
         if self.warmup == "staged":
             self._ready = self.buckets._replace(all=self.buckets.first)
             self._ready_masked = self.buckets._replace(all=())
         else:
             is_all = self.warmup == "all"
-            more = (self._programs.halves if is_all else self._programs.trace_halves,)
-        self._programs.compile_all(self._ready.all, self._progress, *more)
+            halves = self._programs.halves if is_all else self._programs.trace_halves
+            more = [partial(halves, bucket) for bucket in reversed(self.buckets.all)]
+        if self.warmup == "all":
+            more += [partial(self._programs.decode_steps, bucket) for bucket in self._decode]
+        else:
+            self.ready_decode = ()
+        self._programs.compile_all(self._ready.all, self._progress, more)
         return self._ready.all
 
     def start_background(self) -> bool:
@@ -62,6 +71,7 @@ class CompileStages:
         jobs = [partial(self._try, self._add_step, bucket) for bucket in rest]
         jobs += [partial(self._add_masked, bucket) for bucket in needed]
         self._num_needed = len(jobs)
+        jobs += [partial(self._try, self._add_decode, bucket) for bucket in self._decode]
         jobs += [partial(self._try, self._add_masked, bucket) for bucket in rest]
         self._background = BackgroundCompilation(jobs, self._watch, self._progress)
         return True
@@ -84,8 +94,16 @@ class CompileStages:
     def bucket_of(self, plan: StepPlan) -> Bucket:
         """Return the smallest shape that holds `plan`, of those with programs."""
         ready = self._ready_masked if plan.is_masked else self._ready
+        if plan.has_steps:
+            ready = ready._replace(all=self.ready_decode)
         tokens = max(int(rank.q_lens.sum()) for rank in plan.ranks)
         return ready.smallest(tokens, max(len(rank.rows) for rank in plan.ranks))
+
+    @property
+    def has_decode_steps(self) -> bool:
+        """Return whether plans may have several decode steps: their programs are compiled, for all
+        shapes, since padding would cost more than the launches that it saves."""
+        return self.ready_decode == self._decode
 
     def close(self) -> None:
         """Start no further compilation."""
@@ -107,6 +125,10 @@ class CompileStages:
     def _add_masked(self, bucket: Bucket) -> None:
         self._programs.halves(bucket)
         self._ready_masked = self._with(self._ready_masked, bucket)
+
+    def _add_decode(self, bucket: Bucket) -> None:
+        self._programs.decode_steps(bucket)
+        self.ready_decode = (*self.ready_decode, bucket)
 
     def _with(self, ready: Buckets, bucket: Bucket) -> Buckets:
         own = tuple(each for each in self.buckets.all if each == bucket or each in ready.all)

@@ -40,6 +40,7 @@ from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.expert_placement import ExpertPlacement, placement_for
 
 _UNROLLED_LAYERS = 4
+_MOST_DECODE_STEPS = 16  # that the engine's loop chooses
 _EIGHT_BITS = cache_dtype_name(EIGHT_BITS)
 _KV_VERSION = "sgl_jax KV 1"  # change it whenever the values in pages change
 
@@ -189,6 +190,12 @@ class EngineConfig(NamedTuple):
         )
 
     @property
+    def max_decode_steps(self) -> int:
+        """Return the most decode steps of one launch."""
+        num_steps = self.args.num_decode_steps
+        return _MOST_DECODE_STEPS if num_steps == "auto" else int(num_steps)
+
+    @property
     def snapshot_interval(self) -> int:
         """Return the tokens between a path's snapshots: `--recurrent-snapshot-interval`, or the
         minimum for which snapshots take no more memory than the path's KV."""
@@ -234,6 +241,7 @@ class EngineConfig(NamedTuple):
             eos_token_ids=self.model.eos_token_ids,
             step_token_shapes=self.buckets.for_any_rows(),
             max_draft_tokens=limits.draft_tokens,
+            max_decode_steps=self.max_decode_steps,
             lookahead_slots=limits.draft_tokens - 1 if self.model.draft_layer else 0,
             groups=self.groups,
             snapshot_interval=self.snapshot_interval,
@@ -349,7 +357,18 @@ def _resolve_for_model(args: ServerArgs, model: ModelConfig) -> ServerArgs:
             f"--context-length {context_len} exceeds the model's limit of "
             f"{model.max_position_embeddings} positions"
         )
-    return dataclasses.replace(args, context_length=context_len)
+    return dataclasses.replace(
+        args, context_length=context_len, num_decode_steps=_decode_steps(args, model)
+    )
+
+
+def _decode_steps(args: ServerArgs, model: ModelConfig) -> str:
+    """Return the resolved `--num-decode-steps`: 1 with drafts, recurrent layers or several hosts;
+    also for auto, if no program is compiled before its first use."""
+    is_single = args.num_draft_tokens or model.recurrence is not None or args.num_hosts > 1
+    if is_single or (args.num_decode_steps == "auto" and args.warmup == "none"):
+        return "1"
+    return args.num_decode_steps
 
 
 def _pool_layout(args: ServerArgs, model: ModelConfig, num_layers: int) -> KVPoolLayout:

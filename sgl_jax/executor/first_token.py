@@ -16,8 +16,8 @@ from sgl_jax.core.step_plan import RankPlan, RankResult, RowAdmission, StatePlan
 SHORT_PROMPT = 4
 
 
-def idle_plan(sizes: EngineSizes) -> StepPlan:
-    """Plan a step without rows, which runs only on the null row and page."""
+def idle_plan(sizes: EngineSizes, *, has_steps: bool = False) -> StepPlan:
+    """Plan a step without rows, or several (`has_steps`), on only the null row and page."""
     nothing, no_flags = np.zeros(0, np.int32), np.zeros(0, np.bool_)
     rank = RankPlan(
         rows=nothing,
@@ -27,6 +27,7 @@ def idle_plan(sizes: EngineSizes) -> StepPlan:
         num_pages=1,
         num_decode=0,
         relayed=no_flags,
+        num_steps=nothing if has_steps else None,
     )
     return StepPlan(step_id=0, ranks=(rank,) * sizes.dp_size)
 

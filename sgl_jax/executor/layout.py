@@ -36,9 +36,10 @@ from sgl_jax.layers.sampling.logprobs import LogprobArrays
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
-# Words of a row: rows, kv_starts, q_lens, samples, relayed and num_scored of `RankPlan`, and one
-# word per possible draft.
-_NUM_ROW_WORDS = 6
+# Words of a row: rows, kv_starts, q_lens, samples, relayed, num_scored and num_steps of `RankPlan`,
+# and one word per possible draft.
+_NUM_ROW_WORDS = 7
+_SCORED_WORD, _STEPS_WORD = 5, 6
 _NUM_STATE_WORDS = 2  # per row with recurrent layers: source, half
 _NUM_SNAPSHOT_WORDS = 3  # per snapshot: row, length, slot
 _NUM_RANK_WORDS = 3  # num_decode, returns_logprobs, any_scored
@@ -60,6 +61,7 @@ class RankControls(NamedTuple):
     samples: jax.Array  # bool[B]
     relayed: jax.Array  # bool[B]
     num_scored: jax.Array  # int32[B]
+    num_steps: jax.Array  # int32[B] in a plan of several steps, else 0
     num_decode: jax.Array  # int32[]
     returns_logprobs: jax.Array  # bool[]
     any_scored: jax.Array  # bool[] True if any row of any rank is scored
@@ -81,8 +83,8 @@ class StepOutput(NamedTuple):
     There are few arrays, since the host creates and frees an object for each in every step.
     """
 
-    tokens: jax.Array  # int32[B, 1 + max_draft_tokens], as `RankResult.tokens`
-    logprobs: jax.Array  # int32[B, 1 + max_draft_tokens, n], see `pack_logprobs`
+    tokens: jax.Array  # int32[B, w], as `RankResult.tokens`
+    logprobs: jax.Array  # int32[B, w, n], see `pack_logprobs`
     # int32[S, n] for the successors of the scored queries, row by row: S is the minimum of
     # max_prompt_logprob_tokens and the step's queries.
     prompt_logprobs: jax.Array
@@ -147,7 +149,9 @@ class DPLayout:
                 plan.num_pages,
             )
             if plan.num_scored is not None:
-                by_row[rank, _NUM_ROW_WORDS - 1, :n] = plan.num_scored
+                by_row[rank, _SCORED_WORD, :n] = plan.num_scored
+            if plan.num_steps is not None:
+                by_row[rank, _STEPS_WORD, :n] = plan.num_steps
             if self.max_drafts:
                 drafts = by_row[rank, _NUM_ROW_WORDS : _NUM_ROW_WORDS + self.max_drafts]
                 if plan.drafts is None:
@@ -178,7 +182,7 @@ class DPLayout:
         if self.max_snapshots is not None:
             snapshots = words[end_of_rows:-_NUM_RANK_WORDS].reshape(-1, _NUM_SNAPSHOT_WORDS)
             states = StateControls(by_row[-2], by_row[-1], snapshots)
-        rows, kv_starts, q_lens, samples, relayed, num_scored = by_row[:_NUM_ROW_WORDS]
+        rows, kv_starts, q_lens, samples, relayed, num_scored, num_steps = by_row[:_NUM_ROW_WORDS]
         return RankControls(
             rows=rows,
             kv_starts=kv_starts,
@@ -186,6 +190,7 @@ class DPLayout:
             samples=samples != 0,
             relayed=relayed != 0,
             num_scored=num_scored,
+            num_steps=num_steps,
             num_decode=words[-3],
             returns_logprobs=words[-2] != 0,
             any_scored=words[-1] != 0,

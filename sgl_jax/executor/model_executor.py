@@ -166,8 +166,14 @@ class ModelExecutor(Executor):
         self._stages = self._new_stages()
 
     def _new_stages(self) -> CompileStages:
-        buckets, warmup = self._config.buckets, self._args.warmup
-        return CompileStages(self._programs, buckets, warmup, self._watch, self._progress)
+        return CompileStages(
+            self._programs,
+            self._config.buckets,
+            self._args.warmup,
+            self._watch,
+            self._progress,
+            has_decode_steps=self.sizes.max_decode_steps > 1,
+        )
 
     def compile_counts(self) -> dict[str, int]:
         """Return the compilations until `warm_up` ended, in the background since then, and in the
@@ -189,6 +195,7 @@ class ModelExecutor(Executor):
             self.cpu_blocks.compile()
         self._write(empty_piece(self.sizes.dp_size, self.sizes.max_stop_ids))
         idle = idle_plan(self.sizes)
+        several = idle_plan(self.sizes, has_steps=True)
         shape = (0, 1 + self.sizes.max_draft_tokens, mask_words(self.sizes.vocab_size))
         no_masks = [np.zeros(shape, np.int32) for _ in idle.ranks]
         with self._progress.phase("warming_up", len(buckets), "programs") as phase:
@@ -197,6 +204,8 @@ class ModelExecutor(Executor):
                 if self._stages.warmup == "all":
                     self._draw(self._run(bucket, replace(idle, is_masked=True)), no_masks)
                 phase.advance()
+            for bucket in self._stages.ready_decode:
+                self._run(bucket, several)
             first = self.result(self.launch(first_token_plan(self.sizes)))
             check_first_token(first, self.sizes.vocab_size, self.info["model_path"])
             if self.cpu_blocks is not None:
@@ -230,6 +239,11 @@ class ModelExecutor(Executor):
         """Return "" if masked steps may be launched, the error if their programs failed to compile,
         and None before."""
         return self._stages.background_end()
+
+    @property
+    def has_decode_steps(self) -> bool:
+        """Return whether the programs of plans with several decode steps are compiled."""
+        return self._stages.has_decode_steps
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Start a step and return while it runs.
@@ -374,7 +388,8 @@ class ModelExecutor(Executor):
         step_input = layout.pack(plan.ranks, self._page_tables)
         arguments = (self._weights.arrays, self._state, self._row_params, *step_input)
         if not plan.is_masked:
-            self._state, output = self._programs.step(bucket)(*arguments)
+            program = self._programs.decode_steps if plan.has_steps else self._programs.step
+            self._state, output = program(bucket)(*arguments)
             return LaunchedStep(plan, bucket, layout, output)
         compute, _ = self._programs.halves(bucket)
         self._state, computed = compute(*arguments)

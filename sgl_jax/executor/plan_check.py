@@ -36,6 +36,10 @@ def check_plan(plan: StepPlan, sizes: EngineSizes) -> None:
             problem = _row_problem(rank, sizes)
         if problem:
             raise ValueError(f"step {plan.step_id}, rank {index}: {problem}")
+    if plan.has_steps and plan.is_masked:
+        raise ValueError(f"step {plan.step_id}: a masked plan has one step")
+    if len({rank.num_steps is None for rank in plan.ranks}) > 1:
+        raise ValueError(f"step {plan.step_id}: only some ranks have several steps")
     if len(plan.page_changes.cells) or len(plan.page_changes.pages):
         problem = _page_problem(plan.page_changes, sizes)
         if problem:
@@ -80,6 +84,11 @@ def _row_problem(rank: RankPlan, sizes: EngineSizes) -> str | None:
             return f"drafts are of shape {rank.drafts.shape}, not {(num_decode, num_drafts)}"
         if (rank.drafts >= sizes.vocab_size).any():
             return f"token {rank.drafts.max()} is drafted, the vocabulary has {sizes.vocab_size}"
+    if rank.num_steps is not None:
+        problem = _steps_problem(rank, rank.num_steps, sizes)
+        if problem:
+            return problem
+        end = int((rank.kv_starts + rank.num_steps).max())
     if rank.num_scored is not None:
         problem = _score_problem(rank, rank.num_scored, sizes)
         if problem:
@@ -92,6 +101,16 @@ def _row_problem(rank: RankPlan, sizes: EngineSizes) -> str | None:
     if (rank.states is None) == sizes.groups[-1].is_recurrent:
         return "a plan has states if, and only if, the model has recurrent layers"
     return None if rank.states is None else _state_problem(rank.states, n, sizes)
+
+
+def _steps_problem(rank: RankPlan, num_steps: Int32Array, sizes: EngineSizes) -> str | None:
+    if len(num_steps) != len(rank.rows):
+        return f"{len(num_steps)} numbers of steps for {len(rank.rows)} rows"
+    if num_steps.min() < 1 or num_steps.max() > sizes.max_decode_steps:
+        return f"steps {num_steps} go outside 1 to {sizes.max_decode_steps}"
+    if rank.num_decode < len(rank.rows) or (rank.q_lens > 1).any() or not rank.samples.all():
+        return "a plan of several steps has only decode rows without drafts"
+    return None
 
 
 @compiled("(int32[:], int32[:], int32[:], boolean[:], int64)")

@@ -6,7 +6,7 @@ called directly, so a call never compiles.
 
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.progress import Progress
 from sgl_jax.core.step_plan import mask_words
 from sgl_jax.executor.buckets import Bucket
+from sgl_jax.executor.decode_steps import run_decode_steps
 from sgl_jax.executor.devices import platform_of
 from sgl_jax.executor.layout import DPLayout
 from sgl_jax.executor.row_tables import DeviceRows, piece_words, write_piece
@@ -75,6 +76,7 @@ class Programs:
         )
         self._state, self._row_params = state, row_params
         self._steps: dict[Bucket, StepProgram] = {}
+        self._decode_steps: dict[Bucket, StepProgram] = {}
         self._traced_halves: dict[Bucket, tuple[jax.stages.Lowered, jax.stages.Lowered]] = {}
         self._halves: dict[Bucket, tuple[StepProgram, StepProgram]] = {}
         self._admit: AdmitProgram | None = None
@@ -108,6 +110,19 @@ class Programs:
     def compile_step(self, bucket: Bucket) -> jax.stages.Compiled:
         """Compile a bucket's step program without caching it, for inspection; needs no chips."""
         return self.lower_step(bucket).compile(compiler_options=self._compiler_options(bucket))
+
+    def decode_steps(self, bucket: Bucket) -> StepProgram:
+        """Return the program of several decode steps, compiled on the first call."""
+        if bucket not in self._decode_steps:
+            program: Any = self.compile_decode_steps(bucket)
+            self._decode_steps[bucket] = program
+        return self._decode_steps[bucket]
+
+    def compile_decode_steps(self, bucket: Bucket) -> jax.stages.Compiled:
+        """Compile a bucket's program of several decode steps without caching it; see
+        `compile_step`."""
+        lowered = self._lower(bucket, "decode_steps", run_decode_steps, _OUTPUT_SPEC)
+        return lowered.compile(compiler_options=self._compiler_options(bucket))
 
     def halves(self, bucket: Bucket) -> tuple[StepProgram, StepProgram]:
         """Return the two programs of a bucket's masked step, compiled on the first call."""
@@ -156,18 +171,17 @@ class Programs:
         return self._admit
 
     def compile_all(
-        self, buckets: tuple[Bucket, ...], progress: Progress, *more: Callable[[Bucket], object]
+        self,
+        buckets: tuple[Bucket, ...],
+        progress: Progress,
+        more: Sequence[Callable[[], object]] = (),
     ) -> None:
         """Compile the steps of `buckets` and the program that admits rows, and call each of `more`,
-        such as `halves`, with each bucket."""
+        which compile others."""
         # XLA compiles without the interpreter lock; largest first balances the threads.
         with ThreadPoolExecutor(min(_MAX_COMPILE_THREADS, os.cpu_count() or 1)) as pool:
-            jobs: list[Future[Any]] = [
-                pool.submit(make, bucket)
-                for bucket in reversed(buckets)
-                for make in (self.step, *more)
-            ]
-            jobs.append(pool.submit(self.admit))
+            steps = [partial(self.step, bucket) for bucket in reversed(buckets)]
+            jobs: list[Future[Any]] = [pool.submit(make) for make in (*steps, *more, self.admit)]
             with progress.phase("compiling", len(jobs), "programs") as phase:
                 for job in as_completed(jobs):
                     job.result()

@@ -70,7 +70,7 @@ def apply_result(
     ranks.num_generated_tokens += num_tokens
     ranks.tenants.serve_outputs(running.tenant, rows["row"], rows["num_gained"], num_tokens)
     if tokens.shape[1] > 1:
-        _count_drafts(ranks, rows, tokens)
+        _count_ahead(ranks, rows, tokens)
         if ranks.has_states:
             record_starts(ranks, plan, rows, tokens)
     outputs.add_plain(ranks, plain_rows, plain_bounds.tolist(), plain_tokens)
@@ -98,18 +98,21 @@ def _finish_reason(end: int, last_token: int) -> FinishReason | None:
     return FinishReason("stop", last_token) if end == STOPPED else FinishReason("length")
 
 
-def _count_drafts(ranks: Ranks, launched: Records, tokens: Int32Array) -> None:
-    """Update the rows' lengths and draft statistics with the number of accepted drafts. `launched`
-    LAUNCHED[n] and `tokens` cover all rows of the step; rows without new tokens are skipped."""
+def _count_ahead(ranks: Ranks, launched: Records, tokens: Int32Array) -> None:
+    """Update the rows' lengths with the tokens that they gained after the first, and the statistics
+    of drafts. `launched` LAUNCHED[n] and `tokens` cover all rows of the step; rows without new
+    tokens are skipped."""
     index = launched["num_gained"].nonzero()[0]
     launched = launched[index]
     rows = launched["row"]
-    drafted = launched["q_len"] - (launched["kv_end"] - launched["kv_start"])
     accepted = (tokens[index] >= 0).sum(axis=1).astype(np.int32) - 1
     running, tables = ranks.running, ranks.tables
-    running.unread_drafts[rows] -= drafted
+    running.unread_drafts[rows] -= launched["num_ahead"]
     running.planned_len[rows] += accepted
     commit_rows(tables, ranks.memories, rows, tables.kv_committed_len[rows] + accepted)
+    if not ranks.max_draft_tokens:
+        return
+    drafted = launched["num_ahead"]
     ranks.num_verified += int(np.count_nonzero(drafted))
     ranks.num_drafted += int(drafted.sum())
     ranks.num_accepted += int(accepted.sum())

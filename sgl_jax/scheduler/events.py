@@ -182,6 +182,13 @@ class StoreRate(msgspec.Struct, frozen=True, tag=True):
     tokens_per_s: float
 
 
+class DecodeSteps(msgspec.Struct, frozen=True, tag=True):
+    """From the next plan on, a plan of decode rows has up to `num_steps` steps while no request
+    waits: at most `EngineSizes.max_decode_steps`. The programs of such plans are compiled."""
+
+    num_steps: int
+
+
 class PlanStep(msgspec.Struct, frozen=True, tag=True):
     """Plan the next step. The decision is a `StepPlan`, with its memory taken and its lengths
     committed, or None if nothing can run. The caller must launch the step, or send `FailAll`."""
@@ -224,6 +231,7 @@ Event: TypeAlias = (
     | PrefillRate
     | FetchRate
     | StoreRate
+    | DecodeSteps
     | PlanStep
     | ResultRead
     | TakeOutputs

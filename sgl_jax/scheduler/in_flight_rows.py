@@ -46,12 +46,13 @@ LAUNCHED = np.dtype(
         ("kv_start", np.int32),
         ("kv_end", np.int32),  # without drafts, which may be rejected
         ("q_len", np.int32),
+        ("num_ahead", np.int32),  # tokens that it may gain after the first: drafts, further steps
         ("num_scored", np.int32),  # queries
-        ("num_unread", np.int32),  # drafts of earlier steps
+        ("num_unread", np.int32),  # `num_ahead` of earlier launches
         ("num_gained", np.int32),  # tokens, once the result is read; 0 if it is dropped
         ("end", np.int8),  # GOES_ON, TOO_LONG, STOPPED or FAILED
         ("samples", np.bool_),
-        ("relayed", np.bool_),  # whether any draft is unread
+        ("relayed", np.bool_),  # whether any of `num_unread` are
     ],
     align=True,
 )
@@ -88,7 +89,7 @@ def launch(
     chunk_rows: RowIndex,
     chunk_lens: Int32Array,
     shares: Records,
-    num_drafts: Int32Array,
+    num_ahead: Int32Array,
     records: Records,
     committed_len: Int32Array,
     epoch: Int32Array,
@@ -101,7 +102,8 @@ def launch(
         decode_rows, chunk_rows: int64, rows by their index on their rank, rank by rank.
         chunk_lens: int32, the tokens of each chunk.
         shares: SHARE[ranks] with `num_decode`; the other fields are filled in.
-        num_drafts: int32, the drafts of all decode rows, rank by rank; empty if there are none.
+        num_ahead: int32, tokens that each decode row may gain after the first, rank by rank:
+            drafts or further steps; empty if there are none.
         records: ROW of all joint rows.
         committed_len, epoch: int32, of all joint rows.
     """
@@ -111,7 +113,7 @@ def launch(
     assert len(bounds) == num_ranks + 1
     assert bounds[num_ranks] == len(launched)
     assert len(chunk_rows) == len(chunk_lens)
-    assert len(num_drafts) in (0, len(decode_rows))
+    assert len(num_ahead) in (0, len(decode_rows))
     chunk = decode = 0
     for rank in range(num_ranks):
         share = shares[rank]
@@ -119,7 +121,7 @@ def launch(
         first_chunk = bounds[rank] + share.num_decode
         assert first_chunk <= bounds[rank + 1]
         for i in range(bounds[rank], bounds[rank + 1]):
-            num_tokens, drafts = 1, 0
+            num_tokens, ahead = 1, 0
             if i >= first_chunk:
                 assert chunk < len(chunk_rows)
                 own_row, num_tokens = chunk_rows[chunk], chunk_lens[chunk]
@@ -127,8 +129,8 @@ def launch(
             else:
                 assert decode < len(decode_rows)
                 own_row = decode_rows[decode]
-                if len(num_drafts):
-                    drafts = num_drafts[decode]
+                if len(num_ahead):
+                    ahead = num_ahead[decode]
                 decode += 1
             assert 0 <= own_row < rows_per_rank
             number = rank * rows_per_rank + own_row
@@ -137,11 +139,12 @@ def launch(
             end = start + num_tokens
             num_scored = max(end - max(start, row.score_start), 0)
             step.row, step.own_row, step.epoch = number, own_row, epoch[number]
-            step.kv_start, step.kv_end, step.q_len = start, end, num_tokens + drafts
+            step.kv_start, step.kv_end = start, end
+            step.q_len, step.num_ahead = num_tokens + ahead, ahead
             step.num_unread, step.relayed = row.unread_drafts, row.unread_drafts > 0
             samples = end == row.planned_len
             step.num_scored, step.samples = num_scored, samples
-            share.longest = max(share.longest, end + row.unread_drafts + drafts)
+            share.longest = max(share.longest, end + row.unread_drafts + ahead)
             share.num_scored += num_scored
             if samples:
                 share.is_masked |= row.has_grammar
@@ -149,7 +152,7 @@ def launch(
                     share.top_logprobs_num = max(share.top_logprobs_num, row.top_logprobs_num)
                 row.planned_len += 1
                 row.score_start = NOT_SCORED
-            row.unread_drafts += drafts
+            row.unread_drafts += ahead
     return launched
 
 

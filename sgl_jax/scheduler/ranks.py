@@ -78,7 +78,7 @@ class Ranks:
         self._first_rows = np.arange(sizes.dp_size) * sizes.num_rows
         # Each rank's rows, and the cached result of `active` for them.
         self._active_parts: Sequence[RowIndex] = [rank.running.active for rank in self.ranks]
-        self._active = self._join(self._active_parts)
+        self._active = self.join(self._active_parts)
 
     def set_chunk_size(self, num_tokens: int) -> None:
         self._chunk_size = num_tokens
@@ -91,10 +91,10 @@ class Ranks:
         parts = [rank.running.active for rank in self.ranks]
         # A rank replaces its array of rows at each change.
         if any(part is not own for part, own in zip(parts, self._active_parts, strict=True)):
-            self._active_parts, self._active = parts, self._join(parts)
+            self._active_parts, self._active = parts, self.join(parts)
         return self._active
 
-    def _join(self, parts: Sequence[RowIndex]) -> tuple[RowIndex, IntpArray]:
+    def join(self, parts: Sequence[RowIndex]) -> tuple[RowIndex, IntpArray]:
         lens = [len(part) for part in parts]
         joint = np.concatenate(parts) + np.repeat(self._first_rows, lens)
         return joint, np.array([0, *accumulate(lens)])

@@ -7,8 +7,9 @@ requests. The columns cover the rows of all ranks. Each rank has views of its pa
     0         prompt_len        known_len        planned_len         + unread_drafts     max_len
     |  prompt  |  output, read   |  sampled by launched steps, not read yet  |  perhaps  |
 
-A launched step adds one token for certain, and one for each accepted draft. Until its result is
-read, the row's length is between `planned_len` and `planned_len` + `unread_drafts`.
+A launch adds one token for certain, and one for each accepted draft or further step. Until its
+result is read, the row's length is between `planned_len` and `planned_len` + `unread_drafts`, which
+also counts further steps.
 """
 
 import mmap

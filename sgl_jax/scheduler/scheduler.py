@@ -32,6 +32,7 @@ from sgl_jax.mem_cache.offload.saved_prefixes import SavedTree
 from sgl_jax.scheduler import events
 from sgl_jax.scheduler.admission.admission import Admission
 from sgl_jax.scheduler.apply_result import apply_result
+from sgl_jax.scheduler.decode_steps import reserve_steps
 from sgl_jax.scheduler.forced_retract import ForcedRetract
 from sgl_jax.scheduler.forecast.fits import Rooms
 from sgl_jax.scheduler.in_flight_rows import InFlightRows
@@ -89,6 +90,7 @@ class Scheduler:
         self._has_store = any(tier.store for tier in self._all_ranks.host_tiers)
         self.is_paused = False
         self._chunk_tokens = sizes.max_chunk_tokens
+        self._num_decode_steps = 1
         self._steps = 0
         self._num_store_failures = 0
         # Launched steps by id, until the result is read.
@@ -131,6 +133,9 @@ class Scheduler:
             case events.StoreRate():
                 for tier in self._all_ranks.host_tiers:
                     tier.prices.store.start(event.tokens_per_s)
+            case events.DecodeSteps():
+                assert 1 <= event.num_steps <= self.sizes.max_decode_steps
+                self._num_decode_steps = event.num_steps
             case events.Tick():
                 self._live.expire(event.now_s)
                 self._sessions.tick(event.now_s)
@@ -391,7 +396,9 @@ class Scheduler:
             self._waiting.add(request)
         if not any(len(builder.decode_rows) or builder.chunks for builder in builders):
             return None
-        plan, launched = build_plan(ranks, builders, self._steps)
+        most = 1 if len(self._waiting) else self._num_decode_steps
+        num_steps = reserve_steps(ranks, builders, most)
+        plan, launched = build_plan(ranks, builders, self._steps, num_steps)
         self._launched[plan.step_id] = plan, launched
         self._steps += 1
         return plan

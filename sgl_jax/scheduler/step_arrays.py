@@ -10,20 +10,24 @@ from typing import Any
 
 import numpy as np
 
-from sgl_jax.core.step_plan import RankPlan, StepPlan
+from sgl_jax.core.step_plan import Int32Array, RankPlan, StepPlan
 from sgl_jax.mem_cache.row_growth import commit_rows
 from sgl_jax.scheduler.in_flight_rows import SHARE, InFlightRows, Records, launch
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.state_plan import plan_states
 from sgl_jax.scheduler.step_builder import StepBuilder
 
-_NO_DRAFTS = np.zeros(0, np.int32)
+_NONE_AHEAD = np.zeros(0, np.int32)
 
 
 def build_plan(
-    ranks: Ranks, builders: Sequence[StepBuilder], step_id: int
+    ranks: Ranks,
+    builders: Sequence[StepBuilder],
+    step_id: int,
+    num_steps: Int32Array | None = None,
 ) -> tuple[StepPlan, InFlightRows]:
-    """Build the plan from each rank's builder. Commits lengths and publishes prefill chunks."""
+    """Build the plan from each rank's builder. Commits lengths and publishes prefill chunks.
+    `num_steps` is the result of `reserve_steps`."""
     for builder in builders:
         if builder.chunks:
             builder.trim_to_shape()
@@ -33,25 +37,29 @@ def build_plan(
     bounds = np.array([0, *accumulate(lens)])
     shares = np.zeros(len(builders), SHARE)
     shares["num_decode"] = [len(builder.decode_rows) for builder in builders]
-    num_drafts = _NO_DRAFTS
-    if ranks.max_draft_tokens:
-        num_drafts = np.concatenate([builder.num_drafts for builder in builders])
+    num_ahead = _NONE_AHEAD
+    if num_steps is not None:
+        num_ahead = num_steps - np.int32(1)
+    elif ranks.max_draft_tokens:
+        num_ahead = np.concatenate([builder.num_drafts for builder in builders])
     rows = launch(
         bounds,
         np.concatenate([builder.decode_rows for builder in builders]),
         np.array([row for row, _ in chunks], np.intp),
         np.array([num_tokens for _, num_tokens in chunks], np.int32),
         shares,
-        num_drafts,
+        num_ahead,
         running.records,
         tables.kv_committed_len,
         tables.epoch,
     )
+    if num_steps is not None:
+        rows["q_len"] = 1  # in each step
     # Take the page log before chunks are published: publishing may replace a row's pages by the
     # tree's while the step still writes them.
     pages = tables.page_log.take()
     plans = tuple(
-        _rank_plan(ranks, builder, rows[first:end], share)
+        _rank_plan(ranks, builder, rows[first:end], share, has_steps=num_steps is not None)
         for builder, (first, end), share in zip(
             builders, pairwise(bounds.tolist()), shares.tolist(), strict=True
         )
@@ -65,7 +73,9 @@ def build_plan(
     return plan, InFlightRows(rows, bounds)
 
 
-def _rank_plan(ranks: Ranks, builder: StepBuilder, rows: Records, share: Any) -> RankPlan:
+def _rank_plan(
+    ranks: Ranks, builder: StepBuilder, rows: Records, share: Any, *, has_steps: bool
+) -> RankPlan:
     """Return the plan of a rank's `rows`, LAUNCHED[n], before any commit; its arrays are views of
     them. `share` has the fields of the rank's SHARE."""
     num_decode, longest, num_scored, top_logprobs_num, _ = share
@@ -89,4 +99,5 @@ def _rank_plan(ranks: Ranks, builder: StepBuilder, rows: Records, share: Any) ->
         num_logprob_ids=num_ids,
         states=plan_states(builder, rows) if ranks.has_states else None,
         drafts=builder.drafts,
+        num_steps=1 + rows["num_ahead"] if has_steps else None,
     )

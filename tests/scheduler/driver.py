@@ -24,6 +24,7 @@ from sgl_jax.core.step_plan import Executor, RankPlan, StepHandle, StepPlan
 from sgl_jax.executor.plan_check import check_plan
 from sgl_jax.replay.player import Player
 from sgl_jax.scheduler.events import (
+    DecodeSteps,
     FailAll,
     Note,
     Pause,
@@ -143,6 +144,8 @@ class Driver:
         self.scheduler = RecordedScheduler(
             sizes, config or SchedulerArgs(), self.record, max_skip_count
         )
+        if sizes.max_decode_steps > 1:
+            self.scheduler.handle(DecodeSteps(sizes.max_decode_steps))
         self.oracle = OracleExecutor(sizes)
         self.executor: Executor = executor or self.oracle
         self.after_plan: Callable[[], None] | None = None
@@ -408,6 +411,9 @@ def check_step(
     # What is launched is committed, has its memory, and nothing that is left out is.
     ends = plan.kv_starts + plan.q_lens - plan.num_drafts
     assert (rows.kv_committed_len[plan.rows] == ends).all()
+    if plan.num_steps is not None:
+        ends_of_all = plan.kv_starts + plan.num_steps
+        assert (ends_of_all < running.columns.max_len[plan.rows]).all()
     most = rows.kv_allocated_len[plan.rows]
     assert (ends + running.columns.unread_drafts[plan.rows] <= most).all()
     # A request whose first chunk was left out is told to the device, and goes on with the next.

@@ -55,6 +55,7 @@ class Setup:
     # prompts and in outputs, in pages.
     states: tuple[int, int, int] | None = None
     aging_s: float = 0.0  # with priorities
+    num_decode_steps: int = 1  # of a plan; 1 with drafts or states
     # Of tenants: how many there are beside none, and whether they have shares.
     num_tenants: int = 0
     is_fair: bool = False
@@ -87,6 +88,8 @@ class Setup:
             states=self.states,
             host_ratio=self.host[0] if self.host and self.radix else 0.0,
         )
+        has_steps = not self.num_draft_tokens and self.states is None
+        sizes = sizes._replace(max_decode_steps=self.num_decode_steps if has_steps else 1)
         if self.shapes is None:
             return sizes
         most = sizes.max_step_tokens
@@ -157,6 +160,7 @@ _FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "balance": st.sampled_from(["prefix_aware", "round_robin"]),
     "conservativeness": st.sampled_from([0.0, 0.3, 1.0, 10.0]),
     "num_draft_tokens": st.sampled_from([0, 0, 1, 3, 4]),
+    "num_decode_steps": st.sampled_from([1, 2, 4, 16]),
     "shapes": st.sampled_from(SHAPES),
     "retract_interval": st.sampled_from([0, 0, 1, 2, 3, 5]),
     "no_prefill_bs": st.sampled_from([0, 0, 1, 2, 5]),

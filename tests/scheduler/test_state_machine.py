@@ -28,6 +28,7 @@ from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.tree import cache_walk
 from sgl_jax.mem_cache.tree.block_log import BlocksCleared, BlocksRemoved, BlocksStored
 from sgl_jax.scheduler.events import (
+    DecodeSteps,
     Flush,
     Note,
     PrefillRate,
@@ -333,6 +334,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             else:
                 assert status is None
         self.after_tick()
+
+    @rule(num_steps=st.integers(1, 16))
+    def the_loop_chooses_the_steps_of_a_plan(self, num_steps: int) -> None:
+        most = self.driver.scheduler.sizes.max_decode_steps
+        self.driver.scheduler.handle(DecodeSteps(min(num_steps, most)))
 
     @rule(num_rows=st.integers(0, 30))
     def a_row_will_not_be_finite(self, num_rows: int) -> None:

@@ -51,6 +51,8 @@ class OracleExecutor(FakeExecutor):
         self._lens = [np.zeros(sizes.num_rows, np.int32) for _ in range(sizes.dp_size)]
         ids = (sizes.num_rows, MAX_LOGPROB_IDS)
         self._logprob_ids = [np.zeros(ids, np.int32) for _ in range(sizes.dp_size)]
+        # The tokens that end each row, and the length that it must pass to end.
+        self._stops: list[dict[int, tuple[tuple[int, ...], int]]] = [{} for _ in range(sizes.dp_size)]
         self._page_tables = PageTables(sizes)
         self._states = [StateOracle(sizes, rank) for rank in range(sizes.dp_size)]
         self.host = HostOracle(sizes, [self._pools(rank) for rank in range(sizes.dp_size)])
@@ -71,7 +73,7 @@ class OracleExecutor(FakeExecutor):
         """Run the step. Raises `ContentError` if a row would read foreign or missing KV."""
         self._page_tables.apply(plan.page_changes)
         self.host.copy(plan.saved)
-        return tuple(self._run_rank(rank, rank_plan) for rank, rank_plan in enumerate(plan.ranks))
+        return tuple(self._run_steps(rank, rank_plan) for rank, rank_plan in enumerate(plan.ranks))
 
     def expected_output(self, prompt: list[int], num_tokens: int) -> list[int]:
         """The tokens any schedule must generate after `prompt`."""
@@ -90,9 +92,70 @@ class OracleExecutor(FakeExecutor):
         _hash_span(tokens, hashes, 0, len(tokens))
         return bool((self._states[rank].held(slots) == hashes[-1]).any())
 
-    def _run_rank(self, rank: int, plan: RankPlan) -> RankResult:
+    def _run_steps(self, rank: int, plan: RankPlan) -> RankResult:
+        """Run a rank's step; if the plan has several, one after another. A row leaves at its end."""
+        self._admit(rank, plan)
+        if plan.num_steps is None:
+            return self._run_rank(rank, plan)
+        assert plan.num_decode == len(plan.rows)
+        assert (plan.q_lens == 1).all()
+        assert plan.samples.all()
+        results: list[tuple[NDArray[np.intp], RankResult]] = []
+        running = np.arange(len(plan.rows))
+        # A row that ended before takes one step, which writes the KV of its last token.
+        num_steps = [
+            1 if self._stopped(rank, plan, i) else int(most) for i, most in enumerate(plan.num_steps)
+        ]
+        while len(running):
+            step, lens = len(results), self._lens[rank][plan.rows]
+            part = plan._replace(
+                rows=plan.rows[running],
+                kv_starts=plan.kv_starts[running] if step == 0 else lens[running] - 1,
+                q_lens=plan.q_lens[running],
+                samples=plan.samples[running],
+                num_decode=len(running),
+                relayed=plan.relayed[running] & (step == 0),
+                num_steps=None,
+            )
+            result = self._run_rank(rank, part)
+            results.append((running, result))
+            is_finite = result.tokens[:, 0] != NON_FINITE
+            running = np.array(
+                [
+                    i
+                    for i in running[is_finite].tolist()
+                    if num_steps[i] > step + 1 and not self._stopped(rank, plan, i)
+                ],
+                np.intp,
+            )
+        return self._joined(plan, results)
+
+    def _joined(
+        self, plan: RankPlan, results: list[tuple[NDArray[np.intp], RankResult]]
+    ) -> RankResult:
+        """One result of all steps, each with the indices of its rows."""
+        joined = self._no_result(plan)
+        for step, (rows, result) in enumerate(results):
+            for all_values, values in zip(joined[:5], result[:5], strict=True):
+                if all_values is not None:
+                    all_values[rows, step] = values[:, 0]
+        is_bad = (joined.tokens == NON_FINITE).any(axis=1)
+        joined.tokens[is_bad] = -1
+        joined.tokens[is_bad, 0] = NON_FINITE
+        return joined
+
+    def _stopped(self, rank: int, plan: RankPlan, i: int) -> bool:
+        """Whether the last token of row i ends it."""
+        row = int(plan.rows[i])
+        length = int(self._lens[rank][row])
+        stop_ids, min_len = self._stops[rank][row]
+        return length > min_len and int(self._tokens[rank][row, length - 1]) in stop_ids
+
+    def _admit(self, rank: int, plan: RankPlan) -> None:
         tokens, hashes = self._tokens[rank], self._hashes[rank]
         for admission in plan.admissions:
+            min_len = admission.prompt_len + admission.sampling.min_new_tokens
+            self._stops[rank][admission.row] = admission.stop_token_ids, min_len
             start, end = admission.start, admission.start + len(admission.tokens)
             tokens[admission.row, start:end] = admission.tokens
             _hash_span(tokens[admission.row], hashes[admission.row], start, end)
@@ -100,6 +163,9 @@ class OracleExecutor(FakeExecutor):
             own_ids = self._logprob_ids[rank][admission.row]
             own_ids[:] = 0
             own_ids[: len(admission.logprob_ids)] = admission.logprob_ids
+
+    def _run_rank(self, rank: int, plan: RankPlan) -> RankResult:
+        tokens, hashes = self._tokens[rank], self._hashes[rank]
         result = self._no_result(plan)
         self._check_rows_distinct(rank, plan)
         num_drafts = plan.num_drafts.tolist()
@@ -147,7 +213,8 @@ class OracleExecutor(FakeExecutor):
 
     def _no_result(self, plan: RankPlan) -> RankResult:
         """A result to be filled in, with log-probabilities if the plan asks for them."""
-        shape = (len(plan.rows), 1 + self.sizes.max_draft_tokens)
+        width = 1 + self.sizes.max_draft_tokens
+        shape = (len(plan.rows), width if plan.num_steps is None else self.sizes.max_decode_steps)
         result = RankResult(np.full(shape, -1, np.int32))
         if not plan.return_logprob:
             return result

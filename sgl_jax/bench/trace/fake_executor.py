@@ -34,11 +34,13 @@ class FakeExecutor(Executor):
         return results
 
     def _run(self, plan: RankPlan) -> RankResult:
-        ends = plan.kv_starts + plan.q_lens
-        tokens = np.full((len(ends), 1 + self.sizes.max_draft_tokens), -1, np.int32)
-        made_up = (ends * 31 + plan.rows * 17) % self.sizes.vocab_size
-        tokens[:, 0] = np.where(plan.samples, made_up, -1)
-        return RankResult(tokens)
+        sizes, ends = self.sizes, plan.kv_starts + plan.q_lens
+        width, num_steps = 1 + sizes.max_draft_tokens, plan.samples.astype(np.int32)
+        if plan.num_steps is not None:
+            width, num_steps = sizes.max_decode_steps, plan.num_steps
+        steps = np.arange(width, dtype=np.int32)
+        made_up = ((ends[:, None] + steps) * 31 + plan.rows[:, None] * 17) % sizes.vocab_size
+        return RankResult(np.where(steps < num_steps[:, None], made_up, -1))
 
 
 class DistinctAnswers(FakeExecutor):
@@ -57,6 +59,6 @@ class DistinctAnswers(FakeExecutor):
         for rank_plan, result, seeds in zip(plan.ranks, results, self._seeds, strict=True):
             for admission in rank_plan.admissions:
                 seeds[admission.row] = admission.seed
-            shifted = (result.tokens[:, 0] + seeds[rank_plan.rows]) % self.sizes.vocab_size
-            result.tokens[:, 0] = np.where(rank_plan.samples, shifted, -1)
+            shifted = (result.tokens + seeds[rank_plan.rows, None]) % self.sizes.vocab_size
+            result.tokens[:] = np.where(result.tokens >= 0, shifted, -1)
         return handle

@@ -26,6 +26,7 @@ from sgl_jax.core.progress import Progress
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import Channel
 from sgl_jax.engine.loop.controls import NOT_AWAITED, Controls, refusal
+from sgl_jax.engine.loop.decode_steps import DecodeStepChoice
 from sgl_jax.engine.loop.kv_events import KVEventsConfig, open_kv_events
 from sgl_jax.engine.loop.memory_audit import BackgroundAudit, DefectRecord
 from sgl_jax.engine.loop.offload_transfers import OffloadTransfers
@@ -124,6 +125,7 @@ class EngineCore:
         self._failures = StepFailures(
             args.max_step_failures, lambda count: self.change_info(failed_steps=count)
         )
+        most_steps = sizes.max_decode_steps
         self.steps = StepPipeline(
             self.scheduler,
             self.executor,
@@ -131,6 +133,7 @@ class EngineCore:
             self._transfers,
             self._log,
             self._failures,
+            DecodeStepChoice(args.num_decode_steps, most_steps) if most_steps > 1 else None,
             depth=0 if args.disable_overlap_schedule else 1,
         )
         self._defects = DefectRecord(args.memory_dump_dir)

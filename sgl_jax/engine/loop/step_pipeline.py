@@ -6,13 +6,14 @@ from collections import deque
 
 from sgl_jax.core.errors import GroupError
 from sgl_jax.core.step_plan import StepHandle, StepPlan
+from sgl_jax.engine.loop.decode_steps import DecodeStepChoice
 from sgl_jax.engine.loop.offload_transfers import OffloadTransfers
 from sgl_jax.engine.loop.request_grammars import step_masks
 from sgl_jax.engine.loop.request_stamps import RequestStamps
 from sgl_jax.engine.loop.step_log import StepFailures, StepLog
 from sgl_jax.executor.first_token import first_token_plan
 from sgl_jax.executor.model_executor import ModelExecutor
-from sgl_jax.scheduler.events import FailAll, PlanStep, ResultRead
+from sgl_jax.scheduler.events import DecodeSteps, FailAll, PlanStep, ResultRead
 from sgl_jax.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ class StepPipeline:
         transfers: OffloadTransfers | None,
         log: StepLog,
         failures: StepFailures,
+        decode_steps: DecodeStepChoice | None,
         *,
         depth: int,
     ) -> None:
@@ -41,12 +43,16 @@ class StepPipeline:
         self._transfers = transfers
         self._log = log
         self._failures = failures
+        self._decode_steps = decode_steps
+        self._num_steps = 1  # that the scheduler knows of
         self._depth = depth
         self.in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
 
     def run_next(self) -> bool:
         """Plan and launch one step, and read the oldest result if enough steps are in flight.
         Return whether a step was launched."""
+        if self._decode_steps is not None:
+            self._choose_steps(self._decode_steps)
         is_resting = self._scheduler.is_resting
         plan: StepPlan | None = None if is_resting else self._scheduler.handle(PlanStep())
         if plan is not None:
@@ -67,6 +73,13 @@ class StepPipeline:
         elif plan is None and not self._scheduler.is_resting:
             time.sleep(_STARVED_POLL_S)
         return plan is not None
+
+    def _choose_steps(self, choice: DecodeStepChoice) -> None:
+        """Tell the scheduler the decode steps of a launch, once their programs are compiled."""
+        num_steps = choice.num_steps
+        if num_steps != self._num_steps and self._executor.has_decode_steps:
+            self._num_steps = num_steps
+            self._scheduler.handle(DecodeSteps(num_steps))
 
     def _draw(self, plan: StepPlan, handle: StepHandle) -> bool:
         """Sample a masked step after reading all earlier results. Return False after an error."""
@@ -99,6 +112,8 @@ class StepPipeline:
             self._transfers.ended(plan)
         if self._failures.num_consecutive:
             self._failures.note_success()
+        if self._decode_steps is not None:
+            self._decode_steps.note_result(plan, follows=bool(self.in_flight))
         self._scheduler.handle(ResultRead(plan.step_id, results))
         self._log.after_step(plan, self._scheduler)
         return True

@@ -1,0 +1,82 @@
+"""Several decode steps in one launch give the tokens and log-probabilities of one, bit for bit.
+
+One request at a time, one step in a launch, on a device with room for it, gives what is expected.
+The engines compared have memory for fewer requests than they get, and retract others on top.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sgl_jax.core.sampling_params import SamplingParams
+from sgl_jax.engine.offline import Engine
+from sgl_jax.engine.offline_results import Generation
+from sgl_jax.scheduler.events import DecodeSteps
+from tests.engine.test_windows_and_states import GOLDEN, SETTINGS
+
+FAMILIES = ("gemma3", "gpt_oss", "qwen3_next")
+RETRACTS = {"test_retract": True, "test_retract_interval": 3}
+PRESSURE = {"max_total_tokens": 200, "schedule_conservativeness": 0.0}
+VARIANTS = [
+    pytest.param("4", {}, id="4"),
+    pytest.param("16", RETRACTS, id="16-retracts"),
+    pytest.param("4", PRESSURE, id="4-short-of-pages"),
+    pytest.param("4", {"disable_overlap_schedule": True}, id="4-in-series", marks=pytest.mark.long),
+    pytest.param("16", {"dp_size": 2}, id="16-two-ranks", marks=pytest.mark.long),
+    pytest.param("16", PRESSURE | RETRACTS, id="16-all", marks=pytest.mark.long),
+]
+
+
+@pytest.fixture(scope="module", params=[FAMILIES[0], *(pytest.param(own, marks=pytest.mark.long) for own in FAMILIES[1:])])
+def make_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    cache = str(tmp_path_factory.mktemp("compiled"))
+    model = {"model_path": str(GOLDEN / request.param), "compilation_cache_dir": cache}
+    return lambda **settings: Engine(**model | SETTINGS | settings)
+
+
+def load(vocab_size: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Requests of all lengths, drawn in all ways; some end at one of many stop tokens."""
+    rng = random.Random(5)
+    prompts = [[rng.randrange(vocab_size) for _ in range(rng.randrange(2, 40))] for _ in range(8)]
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 1.0, "seed": 3, "top_p": 0.9},
+        {"temperature": 0.8, "seed": 4, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
+        {"temperature": 1.0, "seed": 5, "stop_token_ids": tuple(range(0, vocab_size, vocab_size // 16 + 1))},
+    ]
+    params = [
+        SamplingParams(max_new_tokens=rng.randrange(1, 50), min_new_tokens=i // 4, **ways[i % 4])
+        for i in range(8)
+    ]
+    return prompts, params
+
+
+def generate(engine: Engine) -> list[tuple[Any, ...]]:
+    prompts, params = load(engine.info["vocab_size"])
+    return [facts(own) for own in engine.generate(
+        input_ids=prompts, sampling_params=params, return_logprob=True, top_logprobs_num=3
+    )]
+
+
+def facts(result: Generation) -> tuple[Any, ...]:
+    assert result.logprobs is not None
+    return result.output_ids, result.finish_reason, result.logprobs
+
+
+@pytest.fixture(scope="module")
+def expected(make_engine: Callable[..., Engine]) -> list[tuple[Any, ...]]:
+    with make_engine(num_decode_steps="1") as engine:
+        return generate(engine)
+
+
+@pytest.mark.parametrize(("num_steps", "settings"), VARIANTS)
+def test_tokens_and_log_probabilities_are_those_of_one_step(
+    make_engine: Callable[..., Engine], expected: list[tuple[Any, ...]], num_steps: str, settings: dict[str, Any]
+) -> None:
+    with make_engine(num_decode_steps=num_steps, **settings) as engine:
+        assert generate(engine) == expected
+        counters = engine.server_info()["counters"]
+    print(counters["steps_planned"], counters["generated_tokens"])
