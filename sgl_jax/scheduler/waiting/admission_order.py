@@ -172,7 +172,7 @@ class AdmissionOrder:
                     in_use[k] = -1
                     in_use_at[k].clear()
                 while offer.passed_by:
-                    least[:, self._alike(offer.passed_by.pop())] = NEVER
+                    least[:, self._alike(offer.passed_by.pop(), least.shape[1])] = NEVER
 
     def _least_pages(self, offer: Offer, ranks: IntpArray, step: int) -> Int32Array:
         """Return int32[len(ranks), end], minimum pages of each line; `NEVER` if it may not
@@ -195,10 +195,11 @@ class AdmissionOrder:
         )
         return fits
 
-    def _alike(self, line: int) -> BoolArray:
-        """Return, by line, whether a request continues with the same page as `line` after the
-        cached part of its prefix, on the rank that `line` waits for."""
-        lines, end = self._columns.lines, self._columns.end
+    def _alike(self, line: int, end: int) -> BoolArray:
+        """Return, by line below `end`, whether a request continues with the same page as `line`
+        after the cached part of its prefix, on the rank that `line` waits for. Lines may have left
+        since the step began."""
+        lines = self._columns.lines
         dp_rank = int(lines.stay_rank[line])
         above = self._memories[dp_rank].cache.cursors.columns.above
         is_alike: BoolArray = alike_lines(line, lines.cursor[dp_rank, :end], above)
