@@ -150,9 +150,7 @@ class StatesReplay:
         """Return the lengths with a snapshot, as in an engine: the last whole page, the branch off
         the tree, and each multiple of the interval."""
         page_size, interval = self.sizes.page_size, self.sizes.snapshot_interval
-        cursor = self.memory.cache.cursors.follow(matchable, "")
-        branch = cursor.matched
-        self.memory.cache.cursors.unfollow(cursor)
+        _, branch = self.memory.cache.tree.walk(matchable, "")
         tail = len(matchable) // page_size * page_size
         return {tail, branch, *range(interval, len(matchable) + 1, interval)}
 

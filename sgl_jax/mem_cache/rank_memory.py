@@ -25,6 +25,7 @@ from sgl_jax.mem_cache.row_growth import commit_rows, grow_rows, pages_held_and_
 from sgl_jax.mem_cache.session_leases import SessionLeases
 from sgl_jax.mem_cache.tree.block_log import BlockLog
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
+from sgl_jax.mem_cache.tree.prompt_tree import PromptTree, RankPrompts
 from sgl_jax.mem_cache.tree.radix_cache import ChunkCache, RadixCache
 from sgl_jax.mem_cache.tree_node import TreeNode
 
@@ -44,7 +45,8 @@ class CacheWatcher(Protocol):
 
 class RankMemory:
     """The memory of rank `dp_rank`, with the given sizes and eviction policy (of `RadixCache`). If
-    given, `tables` holds the rows' columns: views of all ranks' columns."""
+    given, `tables` holds the rows' columns, views of all ranks' columns, and `waiting` the prompts
+    that wait for all ranks."""
 
     def __init__(
         self,
@@ -54,8 +56,10 @@ class RankMemory:
         use_radix_cache: bool = True,
         eviction_policy: str = "adaptive",
         tables: RowTables | None = None,
+        waiting: PromptTree | None = None,
     ) -> None:
         self.dp_rank = dp_rank
+        self.waiting = waiting or PromptTree(sizes.page_size, 1 + dp_rank)
         self.sizes = sizes
         self.page_size = sizes.page_size
         self.groups = sizes.groups
@@ -98,6 +102,7 @@ class RankMemory:
             self.allocators,
             sizes.page_size,
             eviction_policy=eviction_policy if use_radix_cache else "lru",
+            prompts=RankPrompts(self.waiting, dp_rank),
         )
         self.cache = self._make_cache()
         self.watcher: CacheWatcher | None = None

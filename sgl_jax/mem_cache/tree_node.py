@@ -27,6 +27,14 @@ def front(values: NDArray[_Scalar], count: int) -> NDArray[_Scalar]:
     return kept if 2 * count >= len(whole) else kept.copy()
 
 
+def edge_key(page_size: int, start: int, tokens: Int32Array, namespace: str) -> bytes:
+    """Return the key of the edge that begins with `tokens`, a page or more, in the children of a
+    node that ends at `start`. The first page has a fixed length, so no two pairs of page and
+    namespace share a key."""
+    first_page = tokens[:page_size].tobytes()
+    return first_page if start else first_page + namespace.encode()
+
+
 class ReadTime:
     """The time, by the tree's clock, when a node's windows were last read; eviction lists it.
     `num_uses` is the node's number of uses when it was listed."""

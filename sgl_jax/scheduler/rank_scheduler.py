@@ -25,6 +25,7 @@ from sgl_jax.mem_cache.release import (
 )
 from sgl_jax.mem_cache.row_states import resumable_len
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
+from sgl_jax.mem_cache.tree.prompt_tree import PromptTree
 from sgl_jax.scheduler.draft_policy import start_drafting
 from sgl_jax.scheduler.forecast.output_lengths import OutputLengths
 from sgl_jax.scheduler.rank_offload import RankOffload
@@ -44,6 +45,7 @@ class RankScheduler:
         tables: RowTables,
         columns: RowColumns,
         output_lengths: OutputLengths,
+        waiting: PromptTree,
     ) -> None:
         self.dp_rank = dp_rank
         self.memory = RankMemory(
@@ -52,6 +54,7 @@ class RankScheduler:
             use_radix_cache=not args.disable_radix_cache,
             eviction_policy=args.radix_eviction_policy,
             tables=tables,
+            waiting=waiting,
         )
         self.host = RankOffload(self.memory, args)
         self.columns = columns

@@ -17,6 +17,7 @@ from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import Int32Array, IntpArray, RowIndex
 from sgl_jax.mem_cache.pages.req_to_token_pool import RowTables
+from sgl_jax.mem_cache.tree.prompt_tree import PromptTree
 from sgl_jax.scheduler.forecast.fits import NO_FLOOR, NO_LIMIT, ROOM, Rooms
 from sgl_jax.scheduler.forecast.forecast import Forecast
 from sgl_jax.scheduler.forecast.output_lengths import OutputLengths
@@ -47,12 +48,21 @@ class Ranks:
         self.tables = RowTables.empty(num_rows, len(sizes.groups), sizes.pages_per_row)
         self.running = RowColumns.empty(num_rows, sizes.max_context_len, sizes.max_stop_ids)
         self.output_lengths = OutputLengths()
+        self.waiting_prompts = PromptTree(sizes.page_size, sizes.dp_size)
         self.ranks = []
         for dp_rank, first in enumerate(range(0, num_rows, sizes.num_rows)):
             part = slice(first, first + sizes.num_rows)
             tables, columns = self.tables.part(part), self.running.part(part)
             self.ranks.append(
-                RankScheduler(dp_rank, sizes, args, tables, columns, self.output_lengths)
+                RankScheduler(
+                    dp_rank,
+                    sizes,
+                    args,
+                    tables,
+                    columns,
+                    self.output_lengths,
+                    self.waiting_prompts,
+                )
             )
         self.tenants = Tenants(sizes, is_fair=args.fair_share == "tokens")
         self.page_size = sizes.page_size

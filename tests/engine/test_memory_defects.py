@@ -252,7 +252,7 @@ def test_a_rebuilt_scheduler_tells_the_device_of_no_request_it_lost(
     assert isinstance(message, GenerateRequest)
     scheduler.handle(message)
     (request,) = scheduler._waiting
-    assert scheduler.ranks[0].admit(request, scheduler._waiting.cursors(request)[0])
+    assert scheduler.ranks[0].admit(request, scheduler._waiting.cursor(request, 0))
     scheduler.handle(Rebuild("broken"))
     assert not scheduler.ranks[0].unsent_admissions
     assert request.lease is None

@@ -14,6 +14,7 @@ from sgl_jax.mem_cache.eviction.eviction_policy import EVICTION_POLICIES
 from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
 from sgl_jax.mem_cache.tree.cache_walk import audit_cache
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
+from sgl_jax.mem_cache.tree.prompt_tree import PromptTree, RankPrompts
 from sgl_jax.mem_cache.tree.radix_cache import RadixCache
 from sgl_jax.mem_cache.tree.tree_component import LeaseOffer
 from sgl_jax.mem_cache.tree_node import TreeNode
@@ -80,7 +81,14 @@ class LookbackMachine(RuleBasedStateMachine):
         ]
         num_pools = max(group.pool for group in self.groups) + 1
         self.allocators = [PageAllocator(1500, f"pool {pool}") for pool in range(num_pools)]
-        self.cache = RadixCache(self.groups, self.allocators, page_size, eviction_policy=policy)
+        self.prompts = PromptTree(page_size, 1)
+        self.cache = RadixCache(
+            self.groups,
+            self.allocators,
+            page_size,
+            eviction_policy=policy,
+            prompts=RankPrompts(self.prompts, 0),
+        )
         self.model = LookbackModel(self.groups, page_size)
         self.nodes: list[TreeNode] = []  # of the model's locks
         self.cursors: list[tuple[PrefixCursor, Tokens]] = []
@@ -281,7 +289,7 @@ class LookbackMachine(RuleBasedStateMachine):
             self.unlock(rng.randrange(len(self.nodes)))
         elif dice == 7:
             if len(self.cursors) > 6:
-                self.cache.cursors.unfollow(self.cursors.pop(rng.randrange(7))[0])
+                self.prompts.unfollow(self.cursors.pop(rng.randrange(7))[0].prefix)
             self.add_cursor(tokens, namespace)
         elif dice == 8:
             self.ask_whether_any_has_moved()
@@ -330,7 +338,7 @@ class LookbackMachine(RuleBasedStateMachine):
         self.add_cursor(tokens, namespace)
 
     def add_cursor(self, tokens: Tokens, namespace: str) -> None:
-        cursor = self.cache.cursors.follow(array_of(tokens), namespace)
+        cursor = PrefixCursor(self.prompts.follow(array_of(tokens), namespace), 0)
         self.cursors.append((cursor, tokens))
         self.told[id(cursor)] = cursor.length
 
@@ -338,7 +346,7 @@ class LookbackMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def unfollow(self, data: st.DataObject) -> None:
         i = data.draw(st.integers(0, len(self.cursors) - 1))
-        self.cache.cursors.unfollow(self.cursors.pop(i)[0])
+        self.prompts.unfollow(self.cursors.pop(i)[0].prefix)
 
     @rule()
     def ask_whether_any_has_moved(self) -> None:
@@ -379,7 +387,7 @@ class LookbackMachine(RuleBasedStateMachine):
         self.reset()
         for cursor, _ in self.cursors:
             assert cursor.length == 0
-            self.cache.cursors.unfollow(cursor)
+            self.prompts.unfollow(cursor.prefix)
         assert not self.cache.cursors._watchers
         for allocator in self.allocators:
             assert allocator.num_free == allocator.num_pages - 1

@@ -32,14 +32,14 @@ from tests.mem_cache.test_release import (
 )
 from tests.mem_cache.test_session_leases import PAGE_SIZES, check, known, take_turn
 from tests.mem_cache.test_session_leases import make_memory as make_session_memory
-from tests.mem_cache.tree_model import NAMESPACES, in_namespace
+from tests.mem_cache.tree_model import NAMESPACES, follow, in_namespace
 
 
 def num_in_use(memory: RankMemory, tokens: np.ndarray, namespace: str = "") -> int:
     """Pages of what the tree has of `tokens` that running requests have locked."""
-    cursor = memory.cache.cursors.follow(tokens, namespace)
+    cursor = follow(memory, tokens, namespace)
     num_pages = memory.num_pages_in_use(cursor)
-    memory.cache.cursors.unfollow(cursor)
+    memory.waiting.unfollow(cursor.prefix)
     return num_pages
 
 

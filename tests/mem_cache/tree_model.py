@@ -7,6 +7,8 @@ than the tokens that the tree is given with the namespace's name.
 import numpy as np
 from hypothesis import strategies as st
 
+from sgl_jax.mem_cache.rank_memory import RankMemory
+from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
 from sgl_jax.mem_cache.tree.radix_cache import RadixCache
 from sgl_jax.mem_cache.tree.radix_tree import RadixTree
 from sgl_jax.mem_cache.tree_node import TreeNode
@@ -107,6 +109,14 @@ class PrefixModel:
         self.pages.clear()
         self.uses.clear()
         self.ghosts.clear()
+
+
+def follow(
+    memory: RankMemory, tokens: np.ndarray, namespace: str = "", known: TreeNode | None = None
+) -> PrefixCursor:
+    """The cursor on a rank's tree of a prompt that waits for all ranks."""
+    nodes = {} if known is None else {memory.dp_rank: known}
+    return PrefixCursor(memory.waiting.follow(tokens, namespace, nodes), memory.dp_rank)
 
 
 def tokens_to(node: TreeNode) -> Tokens:

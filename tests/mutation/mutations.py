@@ -75,6 +75,7 @@ _LENGTHS = "sgl_jax/scheduler/forecast/output_lengths.py"
 _PREEMPTION = "sgl_jax/scheduler/preemption.py"
 _CURSOR = "sgl_jax/mem_cache/tree/prefix_cursor.py"
 _CURSORS = "sgl_jax/mem_cache/tree/cursor_index.py"
+_PROMPT_TREE = "sgl_jax/mem_cache/tree/prompt_tree.py"
 _STOPS = "sgl_jax/mem_cache/tree/cursor_positions.py"
 _GROWTH = "sgl_jax/mem_cache/row_growth.py"
 _SIZES = "sgl_jax/core/engine_sizes.py"
@@ -373,7 +374,7 @@ MUTATIONS = (
     # -- namespaces
     Mutation(
         "namespaces: look edges up by tokens alone",
-        _TREE,
+        "sgl_jax/mem_cache/tree_node.py",
         "return first_page if start else first_page + namespace.encode()",
         "return first_page",
     ),
@@ -422,14 +423,14 @@ MUTATIONS = (
     Mutation(
         "namespaces: order the queue by what the default one has",
         _QUEUE,
-        "memory.cache.cursors.follow(tokens, request.namespace, known)",
-        'memory.cache.cursors.follow(tokens, "", known)',
+        "self._prompts.follow(request.matchable(), request.namespace, known)",
+        'self._prompts.follow(request.matchable(), "", known)',
     ),
     Mutation(
         "namespaces: prompts of different ones share a cursor",
-        _CURSORS,
-        "key = self._key_at(cursor.end, tokens[cursor.end :], namespace)",
-        'key = self._key_at(cursor.end, tokens[cursor.end :], "")',
+        _PROMPT_TREE,
+        "key = edge_key(self._page_size, prefix.end, rest, namespace)",
+        'key = edge_key(self._page_size, prefix.end, rest, "")',
     ),
     Mutation(
         "namespaces: wait for what a request of another one computes",
@@ -1448,7 +1449,7 @@ MUTATIONS = (
     Mutation(
         "count none of the others that wait for a gap",
         _CURSORS,
-        "            standing = [live.resting() for live in watching]\n",
+        "            standing = [cursor.prefix.resting(self._dp_rank) for cursor in watching]\n",
         "            return 1\n",
     ),
     Mutation(
@@ -2039,7 +2040,7 @@ MUTATIONS = (
         "forget where a cursor went",
         _LINES,
         "        places[i] = place[number]\n",
-        "        places[i] = place[cursor[lines[i]]]\n",
+        "        places[i] = place[prefix[lines[i]]]\n",
     ),
     Mutation(
         "look no further than the first requests",
@@ -2074,8 +2075,8 @@ MUTATIONS = (
     Mutation(
         "take what one rank has cached for what all have",
         _QUEUE,
-        "lines.cursor[dp_rank, :end], lines.cached_pages[dp_rank, :end]",
-        "lines.cursor[dp_rank, :end], lines.cached_pages[0, :end]",
+        "cached = lines.cached_pages[dp_rank, :end]\n                read",
+        "cached = lines.cached_pages[0, :end]\n                read",
     ),
     Mutation(
         "try the least important first",
@@ -2111,8 +2112,8 @@ MUTATIONS = (
     Mutation(
         "keep the cursors of a request that waits no more",
         _QUEUE,
-        "            memory.cache.cursors.unfollow(cursor)\n",
-        "            pass\n",
+        "        self._prompts.unfollow(self._prefixes.pop(line))\n",
+        "        self._prefixes.pop(line)\n",
     ),
     Mutation(
         "leave the cursors of an edge that is split at its end",
@@ -2153,8 +2154,8 @@ MUTATIONS = (
     Mutation(
         "leave a shared prefix live though the walk does not get past its parent",
         _CURSORS,
-        "            if cursor.start < end.end:\n",
-        "            if cursor.start <= end.end:\n",
+        "            if cursor.prefix.start < end.end:\n",
+        "            if cursor.prefix.start <= end.end:\n",
     ),
     Mutation(
         "shorten those alone that stand at the end of a leaf",
@@ -2177,7 +2178,7 @@ MUTATIONS = (
     Mutation(
         "extend a shared prefix, but not those that continue it",
         _CURSORS,
-        "            if start < cursor.end or not len(edge):\n                return\n",
+        "            if start < prefix.end or not len(edge):\n                return\n",
         "            return\n",
     ),
     Mutation(
@@ -2195,25 +2196,25 @@ MUTATIONS = (
     Mutation(
         "a shared prefix that parts below its walk's end is not live",
         _CURSORS,
-        "            self._file(upper, node, end)\n",
-        "            pass\n",
+        "        self._file(upper, node, upper.end)\n        self._measure_all()\n",
+        "        self._measure_all()\n",
     ),
     Mutation(
         "a shared prefix that parts behind its walk's end stays live",
         _CURSORS,
-        "        elif lower.reached <= end:\n",
-        "        elif lower.reached < end:\n",
+        "        if lower.reached <= upper.end:\n",
+        "        if lower.reached < upper.end:\n",
     ),
     Mutation(
         "keep a shared prefix where prompts part no more",
-        _CURSORS,
-        "not cursor.num_prompts and len(cursor.children) < 2:\n            rest",
-        "not cursor.num_prompts and not cursor.children:\n            rest",
+        _PROMPT_TREE,
+        "not prefix.num_prompts and len(prefix.children) < 2:\n            rest",
+        "not prefix.num_prompts and not prefix.children:\n            rest",
     ),
     Mutation(
         "what continues a shared prefix that is gone forgets where it stood",
-        _CURSORS,
-        "                self._take_over(rest, cursor)\n",
+        _PROMPT_TREE,
+        "                self._ranks[dp_rank].move_to(rest, cursor)\n",
         "                pass\n",
     ),
     Mutation(
@@ -2225,20 +2226,50 @@ MUTATIONS = (
     Mutation(
         "a line reads the moves of one rank alone",
         _QUEUE,
-        "            if has_moved:\n                cursors =",
-        "            if has_moved and not dp_rank:\n                cursors =",
+        "            if has_moved:\n                above,",
+        "            if has_moved and not dp_rank:\n                above,",
     ),
     Mutation(
         "a cursor ends before the last page of its tokens",
-        _CURSORS,
+        _PROMPT_TREE,
         "        tokens = tokens[: len(tokens) // self._page_size * self._page_size]\n",
         "        tokens = tokens[: (len(tokens) - 1) // self._page_size * self._page_size]\n",
     ),
     Mutation(
         "look for all that a cursor follows from the root",
         _CURSORS,
-        "if below is not None and node.end < below.end <= cursor.end:",
+        "if known is not None and node.end < known.end <= prefix.end:",
         "if False:",
+    ),
+    Mutation(
+        "a rank hears nothing of prompts that continue what it has",
+        _PROMPT_TREE,
+        "if cursor.reached == end and",
+        "if not dp_rank and cursor.reached == end and",
+    ),
+    Mutation(
+        "a prompt is not looked for below a node that ends before it",
+        _PROMPT_TREE,
+        "(cursor.at.end > end or key in cursor.at.children)",
+        "cursor.at.end > end",
+    ),
+    Mutation(
+        "what continues a divided prefix passes over its first part",
+        _PROMPT_TREE,
+        "        above[above != LIVE] = upper.number\n",
+        "",
+    ),
+    Mutation(
+        "what continues a prefix that is gone reads its column",
+        _PROMPT_TREE,
+        "        above[above != LIVE] = parent.number\n",
+        "",
+    ),
+    Mutation(
+        "divide a shared prefix on one rank alone",
+        _PROMPT_TREE,
+        "            self._ranks[dp_rank].divide(upper, cursor)\n",
+        "            self._ranks[dp_rank].divide(upper, cursor)\n            break\n",
     ),
     # -- sliding windows
     Mutation(
@@ -2879,8 +2910,8 @@ MUTATIONS = (
     Mutation(
         "pressure: preempt where a request may not run",
         "sgl_jax/scheduler/admission/admission.py",
-        "for room in _allowed(rooms, request):\n            cursor = cursors",
-        "for room in rooms:\n            cursor = cursors",
+        "for room in _allowed(rooms, request):\n            cursor =",
+        "for room in rooms:\n            cursor =",
     ),
     Mutation(
         "pressure: preempt for a request that waits for a prefix in flight",

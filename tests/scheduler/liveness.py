@@ -164,7 +164,7 @@ class Liveness:
 
     def _num_lacking(self, rank: RankScheduler, request: Request) -> int:
         """Tokens of a waiting request that the tree of a rank lacks."""
-        cursor = self.scheduler._waiting.cursors(request)[rank.dp_rank]
+        cursor = self.scheduler._waiting.cursor(request, rank.dp_rank)
         return len(request.tokens) - cursor.length
 
     def _could_replace(self, rank: RankScheduler, request: Request, before: set[str]) -> bool:

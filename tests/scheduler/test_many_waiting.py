@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from sgl_jax.core.scheduler_args import SchedulerArgs
+from sgl_jax.scheduler.admission import admission
 from sgl_jax.scheduler.admission.admission import Admission
 from sgl_jax.scheduler.events import Rebuild
 from sgl_jax.scheduler.waiting.waiting_queue import WaitingQueue
@@ -125,3 +126,23 @@ def test_counts_by_reason_need_no_call_for_each_request() -> None:
         calls.append(seen)
         assert sum(counts.values()) == scheduler.num_waiting > count - 12
     assert calls[1] < calls[0] + 30  # a rank may be held for one of the 600
+
+
+def test_those_that_follow_a_prefix_are_passed_over_once_the_last_line_has_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The last line starts first, so fewer lines are in use when the others begin to wait."""
+    monkeypatch.setattr(admission, "MAX_DEFERRED", 1)
+    sizes = make_sizes(num_pages=128, max_chunk_tokens=64)
+    driver = Driver(sizes, SchedulerArgs(enable_priority_scheduling=True))
+    prompt = [i % 47 for i in range(80)]
+    driver.submit(generate("leader", [*prompt, 1], 4, priority=1))
+    driver.step()
+    for i in range(3):
+        driver.submit(generate(f"r{i}", [*prompt, 2 + i], 4, priority=1))
+    driver.submit(generate("last", [9, 8, 7], 4, priority=2))
+    driver.step()
+    waiting = [request.rid for request in driver.scheduler.waiting()]
+    assert waiting == ["r0", "r1", "r2"]
+    driver.run()
+    assert all(finish.type == "length" for finish in driver.finish.values())

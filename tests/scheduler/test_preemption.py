@@ -57,7 +57,7 @@ def ask(driver: Driver, rid: str, num_pages: int, priority: int, **kwargs: Any) 
 def waiting(driver: Driver, rid: str) -> tuple[Request, PrefixCursor]:
     """A waiting request, and its cursor on the first rank."""
     request = driver.scheduler._requests[rid]
-    return request, driver.scheduler._waiting.cursors(request)[0]
+    return request, driver.scheduler._waiting.cursor(request, 0)
 
 
 def chosen(driver: Driver, rid: str, below: int, started: Sequence[int] = ()) -> list[int] | None:

@@ -10,6 +10,7 @@ import pytest
 from sgl_jax.core.engine_sizes import FULL_ATTENTION, LAST_VALUE, CacheGroup
 from sgl_jax.core.messages import OpenSession, SessionTurn
 from sgl_jax.core.scheduler_args import SchedulerArgs
+from tests.mem_cache.tree_model import follow
 from tests.scheduler.driver import Driver, generate, make_sizes
 from tests.scheduler.liveness import Liveness
 
@@ -199,15 +200,15 @@ def make_gap_driver(groups, states):
     )
     driver, prompt = Driver(sizes, SchedulerArgs(radix_eviction_policy="lru")), numbers(3, 58)
     run(driver, "first", prompt)
-    cursors = driver.scheduler.ranks[0].memory.cache.cursors
-    cursor = cursors.follow(np.array(prompt[:36], np.int32), "")
+    memory = driver.scheduler.ranks[0].memory
+    cursor = follow(memory, np.array(prompt[:36], np.int32))
     for i in range(9):
         if cursor.length < cursor.matched:
             break
         run(driver, f"other {i}", numbers(10 + i, 58))
     length = cursor.length
     assert length < cursor.matched == 36
-    cursors.unfollow(cursor)
+    memory.waiting.unfollow(cursor.prefix)
     return driver, prompt[:36], length
 
 

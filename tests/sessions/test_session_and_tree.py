@@ -105,7 +105,7 @@ def test_a_turn_that_ends_before_the_device_was_told_of_it_leaves_no_lease_with_
     rank = s.driver.scheduler.ranks[0]
     (request,) = s.driver.scheduler._waiting
     waiting = s.driver.scheduler._waiting
-    row = rank.admit(request, waiting.cursors(request)[0])
+    row = rank.admit(request, waiting.cursor(request, 0))
     waiting.remove(request)
     assert rank.memory.leases[row].kv_committed_len == len(history)
     rank.end(row)

@@ -4,7 +4,7 @@ At most one cursor is at the end of a node, because the walks that continue from
 children. Any number of cursors may be within the node's edge.
 """
 
-from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
+from sgl_jax.mem_cache.tree.prefix_cursor import LiveCursor
 from sgl_jax.mem_cache.tree_node import TreeNode
 
 
@@ -17,13 +17,13 @@ class CursorPositions:
         self._free_places: list[int] = []
         # By node id, for nodes with cursors.
         self._places: dict[int, int] = {}
-        self._cursors: dict[int, dict[int, PrefixCursor]] = {}  # by number
-        self._at_end: dict[int, PrefixCursor] = {}
+        self._cursors: dict[int, dict[int, LiveCursor]] = {}  # by number
+        self._at_end: dict[int, LiveCursor] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._cursors.values()))
 
-    def put(self, cursor: PrefixCursor, node: TreeNode) -> int:
+    def put(self, cursor: LiveCursor, node: TreeNode) -> int:
         """Put the cursor on `node`, at its length `reached`; return the node's place."""
         node_id = node.node_id
         if node_id not in self._places:
@@ -37,8 +37,7 @@ class CursorPositions:
             self._at_end[node_id] = cursor
         return self._places[node_id]
 
-    def take_out(self, cursor: PrefixCursor) -> None:
-        assert cursor.at is not None, "the cursor is not live"
+    def take_out(self, cursor: LiveCursor) -> None:
         node_id = cursor.at.node_id
         del self._cursors[node_id][cursor.number]
         if self._at_end.get(node_id) is cursor:
@@ -49,15 +48,15 @@ class CursorPositions:
             self.nodes[place] = None
             self._free_places.append(place)
 
-    def at_end(self, node: TreeNode) -> PrefixCursor | None:
+    def at_end(self, node: TreeNode) -> LiveCursor | None:
         return self._at_end.get(node.node_id)
 
-    def cursors(self, node: TreeNode) -> list[PrefixCursor]:
+    def cursors(self, node: TreeNode) -> list[LiveCursor]:
         return list(self._cursors.get(node.node_id, {}).values())
 
-    def place(self, cursor: PrefixCursor) -> int | None:
+    def place(self, cursor: LiveCursor) -> int | None:
         """Return the place of a live cursor; None if it is not listed at its node."""
-        node, node_id = cursor.node, cursor.node.node_id
+        node, node_id = cursor.at, cursor.at.node_id
         place = self._places.get(node_id)
         is_at_end = self._at_end.get(node_id) is cursor
         is_listed = self._cursors.get(node_id, {}).get(cursor.number) is cursor

@@ -21,6 +21,7 @@ from sgl_jax.mem_cache.eviction.eviction_policy import EVICTION_POLICIES, Evicti
 from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
 from sgl_jax.mem_cache.tree.full_component import BareTokens, FullComponent
 from sgl_jax.mem_cache.tree.prefix_cursor import common_prefix_len
+from sgl_jax.mem_cache.tree.prompt_tree import PromptTree, RankPrompts
 from sgl_jax.mem_cache.tree.radix_tree import RadixTree
 from sgl_jax.mem_cache.tree.tree_component import FirstPages, LeaseOffer
 from sgl_jax.mem_cache.tree.window_component import WindowComponent
@@ -55,6 +56,7 @@ class RadixCache:
         num_evicted: initial count; above 0 if the cache replaces another.
         eviction_policy: one of `EVICTION_POLICIES`. Raise `ValueError` otherwise, or for invalid
             `groups`.
+        prompts: the prompts that wait for all ranks; by default, only this cache follows them.
 
     Attributes:
         tree: the nodes and edges.
@@ -77,6 +79,7 @@ class RadixCache:
         num_evicted: int = 0,
         *,
         eviction_policy: str = "adaptive",
+        prompts: RankPrompts | None = None,
     ) -> None:
         if eviction_policy not in EVICTION_POLICIES:
             raise ValueError(
@@ -105,7 +108,8 @@ class RadixCache:
             )
             for index, (number, group) in enumerate(in_windows, 1)
         )
-        self.tree = RadixTree(page_size, self._full, policy, self._windows)
+        prompts = prompts or RankPrompts(PromptTree(page_size, 1), 0)
+        self.tree = RadixTree(page_size, self._full, policy, prompts, self._windows)
         self.cursors = self.tree.cursors
         self.num_locks = 0
         self.num_locked_tokens = 0
@@ -206,12 +210,12 @@ class RadixCache:
     def awaited_lens(
         self, node: TreeNode | None, next_key: bytes | None, tokens: Int32Array, most: int
     ) -> list[int]:
-        """Return how many of `tokens`, in whole pages, each of at most `most` cursors awaits after
+        """Return how many of `tokens`, in whole pages, each of at most `most` prompts awaits after
         `node`. Their walks end there because the child under `next_key` is missing."""
         parent, page_size = node or self.tree.root, self.tree.page_size
         return [
-            common_prefix_len(cursor.tokens[parent.end :], tokens) // page_size * page_size
-            for cursor in self.cursors.filed(parent, next_key, most)
+            common_prefix_len(prefix.tokens[parent.end :], tokens) // page_size * page_size
+            for prefix in self.cursors.filed(parent, next_key, most)
         ]
 
     def finds(self, node: TreeNode | None) -> bool:

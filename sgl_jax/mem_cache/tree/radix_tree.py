@@ -16,6 +16,7 @@ Each change is reported to the components, the eviction policy, the cursors and,
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from hashlib import blake2b
 
 import numpy as np
@@ -28,10 +29,18 @@ from sgl_jax.mem_cache.tree.block_log import BlockLog
 from sgl_jax.mem_cache.tree.cursor_index import CursorIndex
 from sgl_jax.mem_cache.tree.full_component import FullComponent
 from sgl_jax.mem_cache.tree.prefix_cursor import common_prefix_len
+from sgl_jax.mem_cache.tree.prompt_tree import RankPrompts
 from sgl_jax.mem_cache.tree.resumable import Resumable
 from sgl_jax.mem_cache.tree.tree_component import TreeComponent
 from sgl_jax.mem_cache.tree.window_component import WindowComponent
-from sgl_jax.mem_cache.tree_node import TreeNode, front, is_on_tree, only_child, parent_of
+from sgl_jax.mem_cache.tree_node import (
+    TreeNode,
+    edge_key,
+    front,
+    is_on_tree,
+    only_child,
+    parent_of,
+)
 
 
 class RadixTree:
@@ -46,9 +55,11 @@ class RadixTree:
         page_size: int,
         full: FullComponent,
         policy: EvictionPolicy,
+        prompts: RankPrompts,
         windows: Sequence[WindowComponent] = (),
     ) -> None:
         self.page_size = page_size
+        self.key_at = partial(edge_key, page_size)
         self.full = full
         self.components: tuple[TreeComponent, ...] = (full, *windows)
         self.num_groups = 1 + max(each.group for each in self.components)
@@ -64,7 +75,7 @@ class RadixTree:
         if windows:
             self.resumable = Resumable(windows, self.root, page_size)
             usable_len = self.resumable.usable_len
-        self.cursors = CursorIndex(page_size, self.root, self.walk, self.key_at, usable_len)
+        self.cursors = CursorIndex(page_size, self.root, self.walk, prompts, usable_len)
 
     def path_to(self, node: TreeNode, start: TreeNode | None = None) -> list[TreeNode]:
         """Return the nodes from below `start`, or else the root, to `node`."""
@@ -122,13 +133,6 @@ class RadixTree:
         no namespace has follow the first page, so that no lookup finds it."""
         key = self.key_at(parent_of(node).end, node.key, node.namespace)
         return key + b"\xff%d" % node.node_id if node.is_withdrawn else key
-
-    def key_at(self, start: int, tokens: Int32Array, namespace: str) -> bytes:
-        """Return the key of the edge that begins with `tokens`, a page or more, in the children of
-        a node that ends at `start`. The first page has a fixed length, so no two pairs of page and
-        namespace share a key."""
-        first_page = tokens[: self.page_size].tobytes()
-        return first_page if start else first_page + namespace.encode()
 
     @staticmethod
     def hash_before(node: TreeNode) -> int:

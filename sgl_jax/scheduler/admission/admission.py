@@ -173,7 +173,7 @@ class Admission:
         if chosen.leader is not None:
             self._waiting.follow(request, chosen.dp_rank, *chosen.leader)
             room.rank.prompts.keep_branch(*chosen.leader)
-        cursor = self._waiting.cursors(request)[room.dp_rank]
+        cursor = self._waiting.cursor(request, room.dp_rank)
         room.stay(room.rank.num_pages_needed(request, cursor))
 
     def _fetches_for(self, room: RankCapacity, request: Request) -> bool:
@@ -181,7 +181,7 @@ class Admission:
         and a fetch is faster than computing it. Return whether it is deferred."""
         if room.rank.host.tier is None:
             return False
-        found = room.fetch(request, self._waiting.cursors(request)[room.dp_rank])
+        found = room.fetch(request, self._waiting.cursor(request, room.dp_rank))
         if found is not None:
             self._waiting.follow(request, room.dp_rank, *found)
         return found is not None
@@ -192,9 +192,9 @@ class Admission:
         """Retract running requests for a request of higher priority, and start it. Return False,
         retracting nothing, if it would still fit nowhere, or if a prefix of it is in flight. Among
         several ranks, the rank with the fewest tokens to compute is chosen."""
-        cursors, best = self._waiting.cursors(request), None
+        best = None
         for room in _allowed(rooms, request):
-            cursor = cursors[room.dp_rank]
+            cursor = self._waiting.cursor(request, room.dp_rank)
             num_read = room.rank.reusable_len(request, cursor)
             leader = room.in_flight.leader(request, cursor, num_read)
             if leader is not None:
@@ -217,7 +217,7 @@ class Admission:
         self, rooms: list[RankCapacity], request: Request, step: int
     ) -> RankCapacity | None:
         """Hold a rank for a due request and return its room; None if it is held for another."""
-        cursors, hold = self._waiting.cursors(request), self._holds.get(request.rid)
+        hold = self._holds.get(request.rid)
         if hold is None:
             open_rooms = [room for room in _allowed(rooms, request) if not room.is_held]
             if not open_rooms:
@@ -227,7 +227,8 @@ class Admission:
             room = rooms[hold.dp_rank]
         if room.is_held:
             return None
-        num_pages = room.rank.num_pages_needed(request, cursors[room.dp_rank])
+        cursor = self._waiting.cursor(request, room.dp_rank)
+        num_pages = room.rank.num_pages_needed(request, cursor)
         if hold is None:
             hold = Hold(room.dp_rank, step + max(room.steps_to_room(num_pages), 1))
         self._holds.pop(request.rid, None)
@@ -237,10 +238,10 @@ class Admission:
 
     def _least_short(self, rooms: Sequence[RankCapacity], request: Request) -> RankCapacity:
         """Return the rank on which a request lacks the fewest pages, then the least busy."""
-        cursors = self._waiting.cursors(request)
 
         def shortage(room: RankCapacity) -> tuple[int, int, int]:
-            num_pages = room.rank.num_pages_needed(request, cursors[room.dp_rank])
+            cursor = self._waiting.cursor(request, room.dp_rank)
+            num_pages = room.rank.num_pages_needed(request, cursor)
             short = room.pages_short(request, num_pages)
             return max(short, 0), room.num_running, room.dp_rank
 
@@ -265,7 +266,6 @@ class Admission:
             return WaitReason("prefix", behind=leader_request.rid)
         if self._waiting.is_staying(request, step):
             return WaitReason("rank", dp_rank=self._waiting.deferred_rank(request))
-        cursors = self._waiting.cursors(request)
         with_row = [rank for rank in _allowed(ranks.ranks, request) if rank.has_row]
         if not with_row:
             return WaitReason("rows")
@@ -274,7 +274,7 @@ class Admission:
         behind: str | None = None
         for rank in with_row:
             dp_rank = rank.dp_rank
-            num_pages = rank.num_pages_needed(request, cursors[dp_rank])
+            num_pages = rank.num_pages_needed(request, self._waiting.cursor(request, dp_rank))
             if self._waiting.pages_short(request, held_rooms, dp_rank, num_pages) <= 0:
                 return WaitReason("step")
             short[dp_rank] = self._waiting.pages_short(request, rooms, dp_rank, num_pages)
@@ -295,7 +295,7 @@ class Admission:
             if request is None or dp_rank in holders:
                 continue
             holders[dp_rank] = rid
-            cursor = self._waiting.cursors(request)[dp_rank]
+            cursor = self._waiting.cursor(request, dp_rank)
             num_pages = ranks.ranks[dp_rank].num_pages_needed(request, cursor)
             num_steps = max(hold.until_step - step + 1, 0)
             self._waiting.hold(request, held, dp_rank, num_pages, num_steps)
@@ -319,7 +319,7 @@ class Admission:
         # With one rank there is no cost to compare: skip the lookup in host memory.
         trial = Trial(
             request,
-            self._waiting.cursors(request),
+            [self._waiting.cursor(request, room.dp_rank) for room in rooms],
             rooms[0].rank.num_pages_at_most(request),
             self._waiting.most_short(request, records),
             _num_unskewed(rooms),
@@ -360,7 +360,7 @@ class Admission:
         home = self._home_of(request)
         if home is not None and home is not room.rank.memory and request.kept_by is not None:
             release_idle_lease(home, request.kept_by)
-        room.start(request, self._waiting.cursors(request)[dp_rank])
+        room.start(request, self._waiting.cursor(request, dp_rank))
         if request.num_retractions == 0:
             self._tenants.serve_prompt(request.tenant, request.prompt_len, request.cached_tokens)
         self._waiting.started(request, dp_rank, num_free)

@@ -172,7 +172,7 @@ class AdmissionOrder:
                     in_use[k] = -1
                     in_use_at[k].clear()
                 while offer.passed_by:
-                    least[:, self._alike(offer.passed_by.pop())] = NEVER
+                    least[:, self._alike(offer.passed_by.pop(), least.shape[1])] = NEVER
 
     def _least_pages(self, offer: Offer, ranks: IntpArray, step: int) -> Int32Array:
         """Return int32[len(ranks), end], minimum pages of each line; `NEVER` if it may not
@@ -195,13 +195,14 @@ class AdmissionOrder:
         )
         return fits
 
-    def _alike(self, line: int) -> BoolArray:
-        """Return, by line, whether a request continues with the same page as `line` after the
-        cached part of its prefix, on the rank that `line` waits for."""
-        lines, end = self._columns.lines, self._columns.end
+    def _alike(self, line: int, end: int) -> BoolArray:
+        """Return, by line below `end`, whether a request continues with the same page as `line`
+        after the cached part of its prefix, on the rank that `line` waits for. Lines may have left
+        since the step began."""
+        lines = self._columns.lines
         dp_rank = int(lines.stay_rank[line])
-        above = self._memories[dp_rank].cache.cursors.columns.above
-        is_alike: BoolArray = alike_lines(line, lines.cursor[dp_rank, :end], above)
+        above = self._memories[dp_rank].waiting.columns.above[dp_rank]
+        is_alike: BoolArray = alike_lines(line, lines.prefix[:end], above)
         return is_alike
 
     def _find_preempting(
@@ -232,12 +233,12 @@ class AdmissionOrder:
         """Return how many pages of the cached prefixes of `lines` are in use on a rank. `counted`
         caches the numbers by place."""
         memory = self._memories[dp_rank]
-        cursors = memory.cache.cursors
-        above, place = cursors.columns.above, cursors.columns.place
-        places = places_of(lines, self._columns.lines.cursor[dp_rank], above, place).tolist()
+        nodes, columns = memory.cache.cursors.nodes, memory.waiting.columns
+        above, place = columns.above[dp_rank], columns.place[dp_rank]
+        places = places_of(lines, self._columns.lines.prefix, above, place).tolist()
         for place in places:
             if place not in counted:
-                counted[place] = memory.in_use_len(cursors.nodes[place]) // memory.page_size
+                counted[place] = memory.in_use_len(nodes[place]) // memory.page_size
         return [counted[place] for place in places]
 
     def _order_keys(
@@ -252,8 +253,7 @@ class AdmissionOrder:
             level = level * NUM_LEVELS + turns.level[tenant]
             turn, num_levels = turns.order[tenant], num_levels * NUM_LEVELS
             if self.uses_cached_len:
-                # Shared prefixes are equal on every rank.
-                shared = self._memories[0].cache.cursors.columns
+                shared = self._memories[0].waiting.columns
                 reuse = reuse_order(end, lines, shared.parent, shared.end_pages)
                 turn = turn * NUM_REUSES + reuse
         if num_levels > MOST_LEVELS:  # number the occurring levels

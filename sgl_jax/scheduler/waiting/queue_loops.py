@@ -27,15 +27,14 @@ _REUSE_PAGES = 4
 
 @compiled("(int32[::1], int32[::1], int32[::1], int32[::1])")
 def read_cursors(
-    cursor: Int32Array, above: Int32Array, usable_pages: Int32Array, cached_pages: Int32Array
+    prefix: Int32Array, above: Int32Array, usable_pages: Int32Array, cached_pages: Int32Array
 ) -> None:
-    """Write to `cached_pages`, int32[lines], the pages cached at the lines' cursors on one rank's
-    tree. `cursor` has the lines' cursors by number; `above` and `usable_pages` are columns of
-    these."""
-    assert len(cursor) == len(cached_pages)
-    for line in range(len(cursor)):
-        assert 0 <= cursor[line] < len(above)
-        number = np.uint32(cursor[line])  # without a sign, an index needs no test for it
+    """Write to `cached_pages`, int32[lines], the cached pages of the lines' prompts on one rank.
+    `prefix` has the lines' prefixes by number; `above` and `usable_pages` are columns of these."""
+    assert len(prefix) == len(cached_pages)
+    for line in range(len(prefix)):
+        assert 0 <= prefix[line] < len(above)
+        number = np.uint32(prefix[line])  # without a sign, an index needs no test for it
         for _ in range(2):  # most are at most two below: without branches
             number = np.uint32(above[number]) if above[number] >= 0 else number
         while above[number] >= 0:
@@ -45,14 +44,14 @@ def read_cursors(
 
 @compiled("(int64[::1], int32[::1], int32[::1], int32[::1])")
 def places_of(
-    lines: IntpArray, cursor: Int32Array, above: Int32Array, place: Int32Array
+    lines: IntpArray, prefix: Int32Array, above: Int32Array, place: Int32Array
 ) -> Int32Array:
-    """Return the places of the cursors of `lines` on one rank's tree, int32[len(lines)]. `cursor`
-    has all lines' cursors by number; `above` and `place` are columns of the cursors."""
+    """Return the places of the cursors of `lines` on one rank's tree, int32[len(lines)]. `prefix`
+    has all lines' prefixes by number; `above` and `place` are columns of these."""
     places = np.empty(len(lines), np.int32)
     for i in range(len(lines)):
-        assert 0 <= lines[i] < len(cursor)
-        number = cursor[lines[i]]
+        assert 0 <= lines[i] < len(prefix)
+        number = prefix[lines[i]]
         assert 0 <= number < len(above) <= len(place)
         while above[number] >= 0:
             number = above[number]
@@ -61,12 +60,12 @@ def places_of(
 
 
 @compiled("(int64, int32[::1], int32[::1])")
-def alike_lines(line: int, cursor: Int32Array, above: Int32Array) -> BoolArray:
-    """Return bool[len(cursor)], whether a line's cursor is at the place of `line`'s and continues
-    with the same page. `above` is a column of the rank's cursors."""
-    below = np.empty(len(cursor), np.int32)
-    for each in range(len(cursor)):
-        number = below[each] = cursor[each]
+def alike_lines(line: int, prefix: Int32Array, above: Int32Array) -> BoolArray:
+    """Return bool[len(prefix)], whether a line's cursor is at the place of `line`'s and continues
+    with the same page. `above` is a column of the prefixes on the rank."""
+    below = np.empty(len(prefix), np.int32)
+    for each in range(len(prefix)):
+        number = below[each] = prefix[each]
         assert 0 <= number < len(above)
         while above[number] >= 0:
             below[each] = number
@@ -94,14 +93,14 @@ def reuse_order(end: int, lines: Lines, parent: Int32Array, end_pages: Int32Arra
     computes.
 
     Returns int32[end] below `NUM_REUSES`, 0 for the most pages. `parent` and `end_pages` are
-    columns of the first rank's cursors.
+    columns of the waiting prompts.
     """
-    order, cursor = np.full(end, NUM_REUSES - 1, np.int32), lines.cursor[0]
-    assert end <= len(cursor)
+    order, prefix = np.full(end, NUM_REUSES - 1, np.int32), lines.prefix
+    assert end <= len(prefix)
     num_prompts = np.zeros(len(parent), np.int32)  # prompts that begin with each shared prefix
     for line in range(end):
         if lines.is_waiting[line]:
-            number = cursor[line]
+            number = prefix[line]
             while number >= 0:
                 assert number < len(parent)
                 num_prompts[number] += 1
@@ -109,7 +108,7 @@ def reuse_order(end: int, lines: Lines, parent: Int32Array, end_pages: Int32Arra
     for line in range(end):
         if not lines.is_waiting[line]:
             continue
-        cached, number, num_saved = lines.most_cached[line], cursor[line], 0
+        cached, number, num_saved = lines.most_cached[line], prefix[line], 0
         while number >= 0 and end_pages[number] > cached:
             assert number < len(parent)
             above = parent[number]

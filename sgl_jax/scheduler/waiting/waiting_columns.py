@@ -18,7 +18,7 @@ class Lines(NamedTuple):
     service: Float64Array  # needed service: tokens, times steps
     cached_pages: Int32Array  # [ranks, n] on each rank's tree
     most_cached: Int32Array  # the most on a rank where it may run
-    cursor: Int32Array  # [ranks, n] its number on each rank's tree
+    prefix: Int32Array  # number of its prompt in the tree of waiting prompts
     may_run: BoolArray  # [ranks, n]
     arrival: Int64Array
     tenant: Int32Array
@@ -45,7 +45,7 @@ class Lines(NamedTuple):
             service=np.zeros(capacity),
             cached_pages=np.zeros(by_rank, np.int32),
             most_cached=np.zeros(capacity, np.int32),
-            cursor=np.zeros(by_rank, np.int32),
+            prefix=np.zeros(capacity, np.int32),
             may_run=np.zeros(by_rank, np.bool_),
             arrival=np.zeros(capacity, np.int64),
             tenant=np.zeros(capacity, np.int32),

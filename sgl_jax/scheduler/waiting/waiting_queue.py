@@ -13,7 +13,7 @@ import numpy as np
 from sgl_jax.core.step_plan import BoolArray, IntpArray
 from sgl_jax.mem_cache.pages.req_to_token_pool import RowTables
 from sgl_jax.mem_cache.rank_memory import RankMemory
-from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
+from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor, SharedPrefix
 from sgl_jax.scheduler.forecast.fits import NO_RANK, Rooms, hold, most_short, pages_short
 from sgl_jax.scheduler.forecast.output_lengths import MOMENTS, OutputLengths
 from sgl_jax.scheduler.preemption import Preemptible
@@ -70,7 +70,8 @@ class WaitingQueue:
         self._tables = tables
         self._requests: dict[str, Request] = {}  # by rid, in the order of their adding
         self._by_line: dict[int, Request] = {}
-        self._cursors: dict[int, list[PrefixCursor]] = {}  # by line, one for each rank
+        self._prompts = memories[0].waiting
+        self._prefixes: dict[int, SharedPrefix] = {}  # by line
         self._columns = WaitingColumns(len(memories), capacity)
         self._order = AdmissionOrder(self._columns, memories, tenants, lengths, max_skip_count)
         self.set_policy(policy)
@@ -100,22 +101,21 @@ class WaitingQueue:
         lines = self._columns.lines
         line = request.line = self._columns.take_line()
         self._requests[request.rid] = self._by_line[line] = request
-        tokens = request.matchable()
-        cursors = []
-        for memory in self._memories:
-            # The locked tokens of a session's lease need no second walk.
+        # The locked tokens of a session's lease need no second walk.
+        known = {}
+        for memory in self._memories if request.kept_by is not None else ():
             lease = request.session_lease(memory)
-            known = lease.node if lease is not None else None
-            cursors.append(memory.cache.cursors.follow(tokens, request.namespace, known))
-        self._cursors[line] = cursors
+            if lease is not None and lease.node is not None:
+                known[memory.dp_rank] = lease.node
+        prefix = self._prompts.follow(request.matchable(), request.namespace, known)
+        self._prefixes[line] = prefix
         self._note_need(request, line)
-        lines.cursor[:, line] = [cursor.number for cursor in cursors]
+        lines.prefix[line] = prefix.number
         pinned = request.message.dp_rank
         lines.may_run[:, line] = pinned is None
         if pinned is not None:
             lines.may_run[pinned, line] = True
-        page_size = self._memories[0].page_size
-        lines.cached_pages[:, line] = [cursor.length // page_size for cursor in cursors]
+        lines.cached_pages[:, line] = self._prompts.cached_pages(prefix)
         self._note_most_cached(line, line + 1)
         lines.arrival[line] = request.arrival
         self.priorities.add(request.priority)
@@ -155,8 +155,7 @@ class WaitingQueue:
         """Remove a waiting request; the caller starts or ends it."""
         line = request.line
         del self._requests[request.rid], self._by_line[line]
-        for memory, cursor in zip(self._memories, self._cursors.pop(line), strict=True):
-            memory.cache.cursors.unfollow(cursor)
+        self._prompts.unfollow(self._prefixes.pop(line))
         self.priorities.remove(int(self._columns.lines.needs["priority"][line]))
         self.num_pinned[request.message.dp_rank] -= 1
         self._tenants.queue(request.tenant, -1)
@@ -192,7 +191,8 @@ class WaitingQueue:
             self._tenants.queue(request.tenant, -1)
         self._requests.clear()
         self._by_line.clear()
-        self._cursors.clear()
+        self._prefixes.clear()
+        self._prompts.clear()
         self._columns.clear()
         self.priorities = PriorityCounts()
         self.num_pinned.clear()
@@ -204,9 +204,9 @@ class WaitingQueue:
 
     # -- one request --------------------------------------------------------------------------
 
-    def cursors(self, request: Request) -> list[PrefixCursor]:
-        """Return the cursors of the request's tokens, one for each rank."""
-        return self._cursors[request.line]
+    def cursor(self, request: Request, dp_rank: int) -> PrefixCursor:
+        """Return the cursor of the request's tokens on a rank's tree."""
+        return PrefixCursor(self._prefixes[request.line], dp_rank)
 
     def is_starved(self, request: Request) -> bool:
         """Return whether a rank is held for the request: too many passes over it, or its tenant."""
@@ -374,13 +374,13 @@ class WaitingQueue:
 
     def _take_moves(self) -> None:
         """Copy changed cursors of the ranks' trees."""
-        lines, end = self._columns.lines, self._columns.end
+        lines, end, columns = self._columns.lines, self._columns.end, self._prompts.columns
         have_moved = [memory.cache.cursors.take_has_moved() for memory in self._memories]
         for dp_rank, has_moved in enumerate(have_moved):
             if has_moved:
-                cursors = self._memories[dp_rank].cache.cursors.columns
-                cursor, cached = lines.cursor[dp_rank, :end], lines.cached_pages[dp_rank, :end]
-                read_cursors(cursor, cursors.above, cursors.usable_pages, cached)
+                above, usable_pages = columns.above[dp_rank], columns.usable_pages[dp_rank]
+                cached = lines.cached_pages[dp_rank, :end]
+                read_cursors(lines.prefix[:end], above, usable_pages, cached)
         if any(have_moved):
             self._note_most_cached(0, end)
 

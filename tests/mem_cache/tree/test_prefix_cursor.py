@@ -15,14 +15,22 @@ from sgl_jax.mem_cache.ledger import audit
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import publish_prefix, release_kv_cache
 from sgl_jax.mem_cache.tree.cursor_index import CursorIndex
-from sgl_jax.mem_cache.tree.prefix_cursor import LIVE, PrefixCursor
+from sgl_jax.mem_cache.tree.prefix_cursor import LIVE, PrefixCursor, SharedPrefix
+from sgl_jax.mem_cache.tree.prompt_tree import PromptTree
 from sgl_jax.mem_cache.tree.radix_cache import RadixCache
-from tests.mem_cache.tree_model import NAMESPACES, array_of, token_lists
+from tests.mem_cache.tree_model import NAMESPACES, array_of, follow, token_lists
 
 
-def make_memory(policy: str, *, page_size: int = 4, num_pages: int = 40) -> RankMemory:
+def make_memory(
+    policy: str,
+    *,
+    page_size: int = 4,
+    num_pages: int = 40,
+    dp_rank: int = 0,
+    waiting: PromptTree | None = None,
+) -> RankMemory:
     sizes = EngineSizes(
-        dp_size=1,
+        dp_size=2,
         page_size=page_size,
         pool_pages=(num_pages,),
         num_rows=6,
@@ -31,7 +39,7 @@ def make_memory(policy: str, *, page_size: int = 4, num_pages: int = 40) -> Rank
         max_prompt_logprob_tokens=64,
         vocab_size=100,
     )
-    return RankMemory(0, sizes, eviction_policy=policy)
+    return RankMemory(dp_rank, sizes, eviction_policy=policy, waiting=waiting)
 
 
 def index_of(memory: RankMemory) -> CursorIndex:
@@ -41,12 +49,13 @@ def index_of(memory: RankMemory) -> CursorIndex:
 
 
 def line_of(memory: RankMemory, cursor: PrefixCursor) -> tuple[int, int]:
-    """Length and place of a cursor, as the index's columns have them."""
-    columns, number = index_of(memory).columns, cursor.number
-    while columns.above[number] != LIVE:
-        number = int(columns.above[number])
-    length = int(columns.usable_pages[number]) * memory.page_size
-    return length, int(columns.place[number])
+    """Length and place of a cursor, as the columns have them."""
+    columns, number, rank = memory.waiting.columns, cursor.prefix.number, memory.dp_rank
+    while columns.above[rank, number] != LIVE:
+        number = int(columns.above[rank, number])
+    length = int(columns.usable_pages[rank, number]) * memory.page_size
+    assert memory.waiting.cached_pages(cursor.prefix)[rank] == length // memory.page_size
+    return length, int(columns.place[rank, number])
 
 
 def write(memory: RankMemory, tokens: np.ndarray, namespace: str = "") -> KVLease | None:
@@ -62,7 +71,8 @@ def write(memory: RankMemory, tokens: np.ndarray, namespace: str = "") -> KVLeas
 
 
 class CursorMachine(RuleBasedStateMachine):
-    """Prefixes are published, kept and evicted, in several namespaces, under many cursors."""
+    """Prefixes are published, kept and evicted on two ranks, in several namespaces, under the
+    cursors of many prompts that wait for both."""
 
     @initialize(
         policy=st.sampled_from(EVICTION_POLICIES),
@@ -70,11 +80,27 @@ class CursorMachine(RuleBasedStateMachine):
         num_pages=st.sampled_from([8, 12, 40]),
     )
     def start(self, policy: str, page_size: int, num_pages: int) -> None:
-        self.memory = make_memory(policy, page_size=page_size, num_pages=num_pages)
-        self.leases: list[tuple[KVLease, np.ndarray]] = []
-        self.cursors: list[PrefixCursor] = []
-        # Lengths and places that the cursors had when they were last said to have moved, or not.
-        self.told: list[tuple[int, int]] = []
+        waiting = PromptTree(page_size, 2)
+        self.memories = [
+            make_memory(
+                policy, page_size=page_size, num_pages=num_pages, dp_rank=dp_rank, waiting=waiting
+            )
+            for dp_rank in range(2)
+        ]
+        self.memory = self.memories[0]  # of the rank that the next rules are about
+        self.leases_of: list[list[tuple[KVLease, np.ndarray]]] = [[], []]
+        self.prefixes: list[SharedPrefix] = []
+        # By rank, lengths and places that the cursors had when they were last said to have moved,
+        # or not.
+        self.told: list[list[tuple[int, int]]] = [[], []]
+
+    @property
+    def leases(self) -> list[tuple[KVLease, np.ndarray]]:
+        return self.leases_of[self.memory.dp_rank]
+
+    @rule()
+    def turn_to_the_other_rank(self) -> None:
+        self.memory = self.memories[1 - self.memory.dp_rank]
 
     def draw_tokens(self, data: st.DataObject) -> np.ndarray:
         return array_of(data.draw(token_lists(self.memory.page_size, ragged=True)))
@@ -113,6 +139,7 @@ class CursorMachine(RuleBasedStateMachine):
             pages = [[1] * self.memory.page_size, [3] * self.memory.page_size]
             chosen = [token for _ in range(rng.randint(1, 6)) for token in rng.choice(pages)]
             tokens, namespace = np.array(chosen, np.int32), rng.choice(["", *NAMESPACES])
+            self.memory = rng.choice(self.memories)
             dice = rng.randrange(8)
             if dice < 3:
                 self.write(tokens, namespace)
@@ -121,13 +148,13 @@ class CursorMachine(RuleBasedStateMachine):
             elif dice == 5:
                 self.evict(rng.randint(1, 3))
             else:
-                self.add(self.memory.cache.cursors.follow(tokens, namespace))
+                self.add(follow(self.memory, tokens, namespace))
             self.cursors_are_where_walks_end()
 
     @rule(data=st.data(), namespace=st.sampled_from(["", *NAMESPACES]))
     def follow(self, data: st.DataObject, namespace: str) -> None:
         tokens = self.draw_tokens(data)
-        self.add(self.memory.cache.cursors.follow(tokens, namespace))
+        self.add(follow(self.memory, tokens, namespace))
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), which=st.integers(0, 4))
@@ -136,52 +163,59 @@ class CursorMachine(RuleBasedStateMachine):
         lease, tokens = self.leases[which % len(self.leases)]
         known = tokens[: lease.cache_protected_len]
         tokens = np.concatenate([known, self.draw_tokens(data)])
-        self.add(self.memory.cache.cursors.follow(tokens, lease.namespace, lease.node))
+        self.add(follow(self.memory, tokens, lease.namespace, lease.node))
 
     def add(self, cursor: PrefixCursor) -> None:
-        self.cursors.append(cursor)
-        self.told.append(line_of(self.memory, cursor))
+        self.prefixes.append(cursor.prefix)
+        for memory, told in zip(self.memories, self.told, strict=True):
+            told.append(line_of(memory, PrefixCursor(cursor.prefix, memory.dp_rank)))
 
-    @precondition(lambda self: self.cursors)
+    @precondition(lambda self: self.prefixes)
     @rule(which=st.integers(0, 20))
     def unfollow(self, which: int) -> None:
-        which %= len(self.cursors)
-        self.memory.cache.cursors.unfollow(self.cursors.pop(which))
-        del self.told[which]
+        which %= len(self.prefixes)
+        self.memory.waiting.unfollow(self.prefixes.pop(which))
+        for told in self.told:
+            del told[which]
 
     @rule()
     def ask_whether_any_has_moved(self) -> None:
-        lines = [line_of(self.memory, cursor) for cursor in self.cursors]
-        assert self.memory.cache.cursors.take_has_moved() or lines == self.told
-        self.told = lines
+        for dp_rank, memory in enumerate(self.memories):
+            cursors = [PrefixCursor(prefix, dp_rank) for prefix in self.prefixes]
+            lines = [line_of(memory, cursor) for cursor in cursors]
+            assert memory.cache.cursors.take_has_moved() or lines == self.told[dp_rank]
+            self.told[dp_rank] = lines
 
     @invariant()
     def cursors_are_where_walks_end(self) -> None:
         if not hasattr(self, "memory"):
             return
-        for cursor in self.cursors:
-            found = self.memory.cache.peek(cursor.tokens, cursor.namespace)
-            assert cursor.length == found, cursor
-            length, place = line_of(self.memory, cursor)
-            assert length == found
-            assert self.memory.cache.cursors.nodes[place] is cursor.node
-        index_of(self.memory).audit()
+        for memory in self.memories:
+            for prefix in self.prefixes:
+                cursor = PrefixCursor(prefix, memory.dp_rank)
+                found = memory.cache.peek(prefix.tokens, prefix.namespace)
+                assert cursor.length == found, cursor
+                length, place = line_of(memory, cursor)
+                assert length == found
+                assert memory.cache.cursors.nodes[place] is cursor.node
+            index_of(memory).audit()
 
     def teardown(self) -> None:
         """Without cursors and leases, nothing is left of either."""
         if not hasattr(self, "memory"):
             return
         self.ask_whether_any_has_moved()
-        for cursor in self.cursors:
-            self.memory.cache.cursors.unfollow(cursor)
-        root = index_of(self.memory)._root
-        assert [node for node in self.memory.cache.cursors.nodes if node] == [root]
-        for lease, tokens in self.leases:
-            release_kv_cache(self.memory, lease, tokens, insert=True)
-        audit(self.memory)
-        self.memory.cache.cursors.take_has_moved()
-        self.memory.cache.reset()
-        assert not self.memory.cache.cursors.take_has_moved()
+        for prefix in self.prefixes:
+            self.memory.waiting.unfollow(prefix)
+        for memory, leases in zip(self.memories, self.leases_of, strict=True):
+            root = index_of(memory)._root
+            assert [node for node in memory.cache.cursors.nodes if node] == [root]
+            for lease, tokens in leases:
+                release_kv_cache(memory, lease, tokens, insert=True)
+            audit(memory)
+            memory.cache.cursors.take_has_moved()
+            memory.cache.reset()
+            assert not memory.cache.cursors.take_has_moved()
 
 
 TestCursors = CursorMachine.TestCase
@@ -192,7 +226,7 @@ TestCursors.settings = settings(max_examples=40, stateful_step_count=15, deadlin
 def test_a_cursor_moves_as_pages_are_published_and_evicted(policy: str) -> None:
     memory = make_memory(policy)
     tokens = np.arange(18, dtype=np.int32)
-    cursor = memory.cache.cursors.follow(tokens, "")
+    cursor = follow(memory, tokens)
     assert cursor.length == 0
     lease = write(memory, tokens[:11])
     assert lease is not None
@@ -205,7 +239,7 @@ def test_a_cursor_moves_as_pages_are_published_and_evicted(policy: str) -> None:
     memory.cache.evict(1)
     assert cursor.length == 0
     assert memory.cache.cursors.take_has_moved()
-    memory.cache.cursors.unfollow(cursor)
+    memory.waiting.unfollow(cursor.prefix)
 
 
 PAGES = [np.full(4, token, np.int32) for token in range(10)]
@@ -219,7 +253,7 @@ def path(*pages: int) -> np.ndarray:
 def test_a_cursor_within_an_edge_goes_on_when_that_is_split_where_it_ends() -> None:
     memory = make_memory("lru")
     assert write(memory, path(1, 2, 3, 4)) is not None
-    cursor = memory.cache.cursors.follow(path(1, 9, 9), "")
+    cursor = follow(memory, path(1, 9, 9))
     assert write(memory, path(1, 2, 5)) is not None  # splits the edge behind the cursor
     assert cursor.length == 4
     assert write(memory, path(1, 9)) is not None
@@ -231,7 +265,7 @@ def test_a_cursor_at_the_end_of_an_edge_goes_on_after_that_was_merged() -> None:
     upper, lower = write(memory, path(1)), write(memory, path(1, 2, 3))
     assert upper is not None
     assert lower is not None
-    cursor = memory.cache.cursors.follow(path(1, 9, 9), "")
+    cursor = follow(memory, path(1, 9, 9))
     release_kv_cache(memory, upper, path(1), insert=True)
     assert len(memory.cache.nodes()) == 1
     assert write(memory, path(1, 9)) is not None
@@ -241,7 +275,7 @@ def test_a_cursor_at_the_end_of_an_edge_goes_on_after_that_was_merged() -> None:
 def test_a_cursor_that_is_gone_is_not_moved() -> None:
     memory = make_memory("lru")
     tokens = np.arange(12, dtype=np.int32)
-    memory.cache.cursors.unfollow(memory.cache.cursors.follow(tokens, ""))
+    memory.waiting.unfollow(follow(memory, tokens).prefix)
     assert write(memory, tokens) is not None
     assert not memory.cache.cursors.take_has_moved()
 
@@ -249,7 +283,7 @@ def test_a_cursor_that_is_gone_is_not_moved() -> None:
 def test_a_cursor_of_one_namespace_stays_where_it_is_when_another_publishes() -> None:
     memory = make_memory("lru")
     tokens = np.arange(12, dtype=np.int32)
-    cursor = memory.cache.cursors.follow(tokens, "red")
+    cursor = follow(memory, tokens, "red")
     assert write(memory, tokens, "blue") is not None
     assert not memory.cache.cursors.take_has_moved()
     assert cursor.length == 0
@@ -259,45 +293,46 @@ def test_a_cursor_of_one_namespace_stays_where_it_is_when_another_publishes() ->
 
 def test_the_next_key_of_prompts_that_begin_alike_is_of_their_namespace() -> None:
     memory = make_memory("lru")
-    first, _ = (memory.cache.cursors.follow(path(1, last), "red") for last in (2, 3))
+    first, _ = (follow(memory, path(1, last), "red") for last in (2, 3))
     assert first.next_key == memory.cache.next_key(None, path(1), "red")
 
 
 def test_prompts_that_are_alike_but_for_a_part_of_a_page_share_a_cursor() -> None:
-    cursors = make_memory("lru").cache.cursors
-    first = cursors.follow(path(1, 2), "")
-    assert cursors.follow(np.append(path(1, 2), PAGES[3][:2]), "") is first
-    assert cursors.follow(path(1, 2), "red") is not first
-    cursors.unfollow(first)
-    cursors.audit()
-    assert cursors.follow(path(1, 2), "") is first
+    memory = make_memory("lru")
+    prompts = memory.waiting
+    first = prompts.follow(path(1, 2), "")
+    assert prompts.follow(np.append(path(1, 2), PAGES[3][:2]), "") is first
+    assert prompts.follow(path(1, 2), "red") is not first
+    prompts.unfollow(first)
+    index_of(memory).audit()
+    assert prompts.follow(path(1, 2), "") is first
 
 
-def count_moves(monkeypatch: pytest.MonkeyPatch) -> list[PrefixCursor]:
-    """The cursors that are filed on a node, or taken from all, from now on."""
-    moves: list[PrefixCursor] = []
-    file, rest = CursorIndex._file, CursorIndex._rest
+def count_moves(monkeypatch: pytest.MonkeyPatch) -> list[SharedPrefix]:
+    """The prefixes with a cursor that is filed on a node, or taken from all, from now on."""
+    moves: list[SharedPrefix] = []
+    file, leave = CursorIndex._file, CursorIndex.leave
     monkeypatch.setattr(
         CursorIndex,
         "_file",
-        lambda i, cursor, *to: moves.append(cursor) or file(i, cursor, *to),  # type: ignore[func-returns-value]
+        lambda i, prefix, *to: moves.append(prefix) or file(i, prefix, *to),  # type: ignore[func-returns-value]
     )
     monkeypatch.setattr(
         CursorIndex,
-        "_rest",
-        lambda i, cursor: moves.append(cursor) or rest(i, cursor),  # type: ignore[func-returns-value]
+        "leave",
+        lambda i, cursor: moves.append(cursor.prefix) or leave(i, cursor),  # type: ignore[func-returns-value]
     )
     return moves
 
 
 def test_a_change_is_no_work_for_cursors_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = make_memory("lru")
-    cursor = memory.cache.cursors.follow(np.arange(12, dtype=np.int32), "")
+    cursor = follow(memory, np.arange(12, dtype=np.int32))
     for first in range(20, 60):
-        memory.cache.cursors.follow(np.full(12, first, np.int32), "")
+        follow(memory, np.full(12, first, np.int32))
     moves = count_moves(monkeypatch)
     assert write(memory, np.arange(12, dtype=np.int32)) is not None
-    assert moves == [cursor]
+    assert moves == [cursor.prefix]
 
 
 def num_moves_of_a_shared_prefix(
@@ -308,7 +343,7 @@ def num_moves_of_a_shared_prefix(
     memory = make_memory("lru", num_pages=100)
     for number in range(num_waiting):
         tail = np.full(4, 100 + number, np.int32)
-        memory.cache.cursors.follow(np.concatenate([path(1, 2, 3, number % branches), tail]), "")
+        follow(memory, np.concatenate([path(1, 2, 3, number % branches), tail]))
     moves, counts = count_moves(monkeypatch), []
     for pages in (1, 2, 3), (1, 2, 3, 0):
         lease = write(memory, path(*pages))
