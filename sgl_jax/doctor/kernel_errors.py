@@ -18,10 +18,9 @@ from jax import lax
 
 from sgl_jax.kernels.attention.batch import NULL_PAGE
 from sgl_jax.kernels.attention.cache_dtype import as_float32
-from sgl_jax.kernels.expert_dispatch.interface import DispatchKernels
 from sgl_jax.kernels.expert_dispatch.lines import ExpertDispatch
 from sgl_jax.kernels.gated_delta.batch import NO_SLOT, StateBatch
-from sgl_jax.layers.kernels import Kernels, kernels_of
+from sgl_jax.layers.kernels import Kernels, calls_of, kernels_from, kernels_of
 
 # Largest difference allowed, relative to the largest number of the reference. Float32 products of a
 # TPU are sums of bfloat16 products, in another order.
@@ -84,10 +83,7 @@ class KernelErrors:
             else references[name]
             for name, call in calls_of(kernels).items()
         }
-        moves = DispatchKernels(
-            *(calls.pop(f"{_DISPATCH}.{own}") for own in DispatchKernels._fields)
-        )
-        return Kernels(**calls, expert_dispatch=moves)
+        return kernels_from(calls)
 
     def _comparing(
         self, name: str, call: Callable[..., Any], reference: Callable[..., Any]
@@ -111,16 +107,6 @@ class KernelErrors:
             own.error = max(own.error, float(error))
             own.num_not_finite += bool(is_not_finite)
             own.num_compared += bool(is_compared)
-
-
-_DISPATCH = "expert_dispatch"
-
-
-def calls_of(kernels: Kernels) -> dict[str, Callable[..., Any]]:
-    """Return each call by its name: a field, or `expert_dispatch.` and a field of that."""
-    calls = kernels._asdict()
-    moves: DispatchKernels = calls.pop(_DISPATCH)
-    return calls | {f"{_DISPATCH}.{name}": call for name, call in moves._asdict().items()}
 
 
 def _measured(pair: _Pair) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -156,7 +142,7 @@ def _pairs(
         given[positions[0]] = lax.dynamic_slice_in_dim(pool, layer, 1)
         given[positions[1]] = jnp.int32(0)
         found = found[0], lax.dynamic_index_in_dim(found[1], layer, keepdims=False)
-    if name == f"{_DISPATCH}.gather":
+    if name == "expert_dispatch.gather":
         given[1] = _with_choices(args[1])
     if is_reference:
         return pairs(args, found, found)

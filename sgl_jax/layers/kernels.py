@@ -4,7 +4,8 @@ All implementations of a call have the same signature, the protocol in its packa
 the same semantics.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 
@@ -36,6 +37,23 @@ class Kernels(NamedTuple):
     expert_dispatch: DispatchKernels = XLA_MOVES
     gated_delta: GatedDelta = xla_gated_delta.gated_delta
     causal_conv: CausalConv = xla_gated_delta.causal_conv
+
+
+_DISPATCH = "expert_dispatch"
+
+
+def calls_of(kernels: Kernels) -> dict[str, Callable[..., Any]]:
+    """Return each call by its name: a field, or `expert_dispatch.` and a field of that."""
+    calls = kernels._asdict()
+    moves: DispatchKernels = calls.pop(_DISPATCH)
+    return calls | {f"{_DISPATCH}.{name}": call for name, call in moves._asdict().items()}
+
+
+def kernels_from(calls: Mapping[str, Callable[..., Any]]) -> Kernels:
+    """Return the kernels of all calls by their names, as `calls_of` returns them."""
+    moves = {name: calls[f"{_DISPATCH}.{name}"] for name in DispatchKernels._fields}
+    plain = {name: calls[name] for name in Kernels._fields if name != _DISPATCH}
+    return Kernels(**plain, expert_dispatch=DispatchKernels(**moves))
 
 
 def kernels_of(platform: str, backend: str) -> Kernels:

@@ -8,9 +8,8 @@ import pytest
 
 import sgl_jax.planner
 from sgl_jax.doctor.__main__ import main
-from sgl_jax.doctor.kernel_errors import calls_of
 from sgl_jax.kernels.expert_dispatch.interface import DispatchKernels
-from sgl_jax.layers.kernels import Kernels, kernels_of
+from sgl_jax.layers.kernels import calls_of, kernels_from, kernels_of
 from tests.models.golden_server import GOLDEN
 
 PUBLISHED = Path(sgl_jax.planner.__file__).parent / "models"
@@ -97,9 +96,7 @@ def with_fault(name, change):
                 return found._replace(places=change(found.places))
             return change(found[0]), *found[1:]
 
-        calls[name] = wrong
-        moves = DispatchKernels(*(calls.pop(own) for own in DISPATCH))
-        return Kernels(**calls, expert_dispatch=moves)
+        return kernels_from(calls | {name: wrong})
 
     return kernels
 

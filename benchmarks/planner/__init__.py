@@ -1,0 +1,1 @@
+"""The planner's estimates next to published figures."""
