@@ -101,11 +101,17 @@ def test_a_row_without_a_grammar_draws_what_it_would_alone(
 
 
 def test_log_probabilities_are_those_of_the_model(engine: Engine) -> None:
-    """Also of tokens that the grammar does not allow: the likeliest of all come first."""
+    """Also of tokens that the grammar does not allow: the likeliest of all come first. Scaled ones
+    are of the allowed tokens."""
     sampling = {"max_new_tokens": 4, "temperature": 0.0}
-    options = {"return_logprob": True, "top_logprobs_num": 1}
+    options = {"return_logprob": True, "top_logprobs_num": 1, "logprobs_mode": "raw"}
     free = engine.generate(PROMPTS[1], sampling, **options)
     held = engine.generate(PROMPTS[1], {**sampling, "regex": "[0-9]+"}, **options)
+    options["logprobs_mode"] = "scaled"
+    scaled = engine.generate(PROMPTS[1], {**sampling, "regex": "[0-9]+"}, **options)
+    assert scaled.output_ids == held.output_ids
+    assert scaled.logprobs[0].top_ids == [scaled.logprobs[0].token_id]
+    assert scaled.logprobs[0].logprob > held.logprobs[0].logprob
     assert held.logprobs[0].top_ids == free.logprobs[0].top_ids
     assert held.logprobs[0].token_id != free.logprobs[0].token_id
     assert held.logprobs[0].logprob < free.logprobs[0].logprob
