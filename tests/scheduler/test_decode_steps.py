@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
 from sgl_jax.core.engine_messages import FinishReason
+from sgl_jax.core.engine_sizes import CacheGroup
 from sgl_jax.core.messages import StopRequest
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import StepPlan
-from sgl_jax.scheduler.events import DecodeSteps
+from sgl_jax.scheduler.events import DecodeSteps, GrammarReady
 from tests.scheduler.driver import Driver, generate, make_sizes
 from tests.scheduler.setups import PLAIN, Setup, setups
 from tests.scheduler.test_state_machine import OPTIONS, SchedulerMachine, run_machine
@@ -89,6 +90,34 @@ def test_a_waiting_request_or_a_prompt_makes_it_one_step(max_unread: int) -> Non
     before = len(driver.plans)
     driver.run()
     assert any(steps_of(plan)[0] for plan in driver.plans[before:])
+
+
+def test_a_row_with_a_grammar_makes_it_one_step() -> None:
+    driver = make_driver()
+    driver.submit(generate("a", PROMPT, 9, regex="a*"))
+    driver.scheduler.handle(GrammarReady("a"))
+    driver.submit(generate("b", PROMPT, 40))
+    driver.step()
+    driver.step()
+    assert driver.plans[-1].is_masked
+    assert steps_of(driver.plans[-1]) == [None]
+
+
+def test_steps_count_as_no_drafts() -> None:
+    driver = make_driver()
+    driver.submit(generate("a", PROMPT, 20))
+    driver.run()
+    counters = driver.scheduler.counters()
+    assert counters["generated_tokens"] == 20
+    assert counters["drafted_tokens"] == counters["verified_rows"] == 0
+
+
+def test_rows_with_windows_hold_pages_for_the_steps_of_three_launches() -> None:
+    group = CacheGroup(8)
+    sizes = make_sizes(page_size=1, max_chunk_tokens=1, groups=(group,))
+    several = sizes._replace(max_decode_steps=16)
+    assert sizes.resting_pages(group) == 7 + 2 + 1
+    assert several.resting_pages(group) == 7 + 47 + 1
 
 
 def test_log_probabilities_come_with_each_token() -> None:
