@@ -247,10 +247,10 @@ class ServerArgs(SchedulerArgs):
         False, "read the result of each step before the next is launched"
     )
     num_decode_steps: str = setting(
-        "auto",
-        "decode steps in one launch while no request waits, none has a grammar, and none prefills; "
-        "auto: as many as delay a new prompt by at most 20 ms, or one; 1 with drafts, recurrent "
-        "layers or several hosts",
+        "1",
+        "decode steps in one launch at most, while no request waits, prefills or has a grammar; "
+        "auto: as many as delay a new prompt by at most 20 ms, or one. It is 1 with drafts, "
+        "recurrent layers or several hosts",
         ("auto", "1", "2", "4", "8", "16", "32"),
     )
 

@@ -12,9 +12,10 @@ tokens up to the first that differs from its draft. So a row gains 1 to 1 + k to
 step is planned before the result is read, the host does not have the exact length of the row: the
 plan marks the row (`relayed`), and the executor uses the length on the device.
 
-A plan of decode rows only may have several steps (`num_steps`), which the device computes in a loop.
-Each step reads the token that the previous step wrote to the token table. A row ends early at a stop
-token. So it gains 1 to num_steps tokens, and the host treats those after the first like drafts.
+A plan of only decode rows may have several steps (`num_steps`), which the device computes in a
+loop. Each reads the token that the previous step wrote to the token table. A row ends early at a
+stop token. So it gains 1 to num_steps tokens, and the host treats those after the first like
+drafts.
 
 Every array in a plan is a fresh copy, or a part of one made for all ranks (and therefore not
 necessarily contiguous). The scheduler never writes to it after the launch, so the executor may pass
@@ -123,7 +124,7 @@ class RankPlan(NamedTuple):
     # step computes the draft. None: the step computes all drafts.
     drafts: Int32Array | None = None
     # [n] decode steps of each row, which has no drafts and, for the first, no other query than its
-    # last token; None: one step. All ranks of a plan have several steps, or none has.
+    # last token; None: one step.
     num_steps: Int32Array | None = None
 
     @property
@@ -167,6 +168,8 @@ class StepPlan:
     If a grammar constrains a sampling row, `is_masked` is set. The step then samples only when
     `Executor.draw` is called, since the allowed tokens depend on the previous token.
 
+    If `has_steps`, every rank has `num_steps`, and none has a prefill row or a grammar.
+
     `saved` lists pages that were evicted while the step was planned and may be overwritten by it:
     they are copied to host memory before it runs.
     """
@@ -176,11 +179,7 @@ class StepPlan:
     page_changes: PageChanges = NO_PAGE_CHANGES
     is_masked: bool = False
     saved: tuple[PageTransfer, ...] = ()
-
-    @property
-    def has_steps(self) -> bool:
-        """Return whether the plan has several decode steps."""
-        return self.ranks[0].num_steps is not None
+    has_steps: bool = False
 
 
 class PromptLogprobs(NamedTuple):

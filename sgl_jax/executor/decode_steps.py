@@ -1,8 +1,8 @@
 """Several decode steps in one program: a loop on the device around the step.
 
-No row of such a plan prefills, drafts or has a grammar, so a step needs only what the step before
-left on the device. A row ends at a stop token, after the steps that the plan gives it, or at a result
-that is not finite. From then on it has no token, like padding, and writes nothing.
+No row of such a plan prefills, drafts or has a grammar, so a step needs only what the previous step
+left on the device. A row ends at a stop token, after the steps that the plan gives it, or at a
+result that is not finite. From then on it has no token, like padding, and writes nothing.
 """
 
 from typing import NamedTuple
@@ -81,6 +81,6 @@ def run_decode_steps(
 
 
 def _stops(params: RowParams, num_tokens: jax.Array, last: jax.Array) -> jax.Array:
-    """Return bool[B], whether `last` int32[B] ends a row of `num_tokens` int32[B] tokens with it."""
+    """Return bool[B]: True if `last`, the last of a row's `num_tokens` tokens, ends it."""
     is_stop = jnp.any(params.stop_ids == last[:, None], axis=1)
     return is_stop & (num_tokens > params.prompt_len + params.min_new_tokens)

@@ -29,7 +29,7 @@ def idle_plan(sizes: EngineSizes, *, has_steps: bool = False) -> StepPlan:
         relayed=no_flags,
         num_steps=nothing if has_steps else None,
     )
-    return StepPlan(step_id=0, ranks=(rank,) * sizes.dp_size)
+    return StepPlan(step_id=0, ranks=(rank,) * sizes.dp_size, has_steps=has_steps)
 
 
 def first_token_plan(sizes: EngineSizes, num_tokens: int = SHORT_PROMPT) -> StepPlan:

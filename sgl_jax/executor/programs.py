@@ -180,6 +180,7 @@ class Programs:
         which compile others."""
         # XLA compiles without the interpreter lock; largest first balances the threads.
         with ThreadPoolExecutor(min(_MAX_COMPILE_THREADS, os.cpu_count() or 1)) as pool:
+            steps: list[Callable[[], object]]
             steps = [partial(self.step, bucket) for bucket in reversed(buckets)]
             jobs: list[Future[Any]] = [pool.submit(make) for make in (*steps, *more, self.admit)]
             with progress.phase("compiling", len(jobs), "programs") as phase:

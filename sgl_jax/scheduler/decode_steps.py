@@ -21,7 +21,7 @@ def reserve_steps(ranks: Ranks, builders: Sequence[StepBuilder], most: int) -> I
     No row gets a step after its last permitted token. Rather than retract a request, all rows take
     one step if a rank lacks pages for more.
     """
-    if most == 1 or any(builder.chunks for builder in builders):
+    if any(builder.chunks for builder in builders):
         return None
     running, tables = ranks.running, ranks.tables
     rows, bounds = ranks.join([builder.decode_rows for builder in builders])

@@ -396,8 +396,9 @@ class Scheduler:
             self._waiting.add(request)
         if not any(len(builder.decode_rows) or builder.chunks for builder in builders):
             return None
-        most = 1 if len(self._waiting) else self._num_decode_steps
-        num_steps = reserve_steps(ranks, builders, most)
+        num_steps = None
+        if self._num_decode_steps > 1 and self._waiting.priorities.highest is None:
+            num_steps = reserve_steps(ranks, builders, self._num_decode_steps)
         plan, launched = build_plan(ranks, builders, self._steps, num_steps)
         self._launched[plan.step_id] = plan, launched
         self._steps += 1

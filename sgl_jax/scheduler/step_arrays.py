@@ -65,7 +65,14 @@ def build_plan(
         )
     )
     saved = [move for tier in ranks.host_tiers for move in tier.take_saved()]
-    plan = StepPlan(step_id, plans, pages, bool(shares["is_masked"].any()), tuple(saved))
+    plan = StepPlan(
+        step_id,
+        plans,
+        pages,
+        bool(shares["is_masked"].any()),
+        tuple(saved),
+        has_steps=num_steps is not None,
+    )
     commit_rows(tables, ranks.memories, rows["row"], rows["kv_end"])
     for builder in builders:
         if builder.chunks:

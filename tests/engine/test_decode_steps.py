@@ -5,8 +5,7 @@ The engines compared have memory for fewer requests than they get, and retract o
 """
 
 import random
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ import pytest
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.engine.offline import Engine
 from sgl_jax.engine.offline_results import Generation
-from sgl_jax.scheduler.events import DecodeSteps
 from tests.engine.test_windows_and_states import GOLDEN, SETTINGS
 
 FAMILIES = ("gemma3", "gpt_oss", "qwen3_next")
@@ -30,7 +28,10 @@ VARIANTS = [
 ]
 
 
-@pytest.fixture(scope="module", params=[FAMILIES[0], *(pytest.param(own, marks=pytest.mark.long) for own in FAMILIES[1:])])
+@pytest.fixture(
+    scope="module",
+    params=[FAMILIES[0], *(pytest.param(own, marks=pytest.mark.long) for own in FAMILIES[1:])],
+)
 def make_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     cache = str(tmp_path_factory.mktemp("compiled"))
     model = {"model_path": str(GOLDEN / request.param), "compilation_cache_dir": cache}
@@ -45,7 +46,11 @@ def load(vocab_size: int) -> tuple[list[list[int]], list[SamplingParams]]:
         {"temperature": 0.0},
         {"temperature": 1.0, "seed": 3, "top_p": 0.9},
         {"temperature": 0.8, "seed": 4, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
-        {"temperature": 1.0, "seed": 5, "stop_token_ids": tuple(range(0, vocab_size, vocab_size // 16 + 1))},
+        {
+            "temperature": 1.0,
+            "seed": 5,
+            "stop_token_ids": tuple(range(0, vocab_size, vocab_size // 16 + 1)),
+        },
     ]
     params = [
         SamplingParams(max_new_tokens=rng.randrange(1, 50), min_new_tokens=i // 4, **ways[i % 4])
@@ -56,9 +61,12 @@ def load(vocab_size: int) -> tuple[list[list[int]], list[SamplingParams]]:
 
 def generate(engine: Engine) -> list[tuple[Any, ...]]:
     prompts, params = load(engine.info["vocab_size"])
-    return [facts(own) for own in engine.generate(
-        input_ids=prompts, sampling_params=params, return_logprob=True, top_logprobs_num=3
-    )]
+    return [
+        facts(own)
+        for own in engine.generate(
+            input_ids=prompts, sampling_params=params, return_logprob=True, top_logprobs_num=3
+        )
+    ]
 
 
 def facts(result: Generation) -> tuple[Any, ...]:
@@ -74,7 +82,10 @@ def expected(make_engine: Callable[..., Engine]) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize(("num_steps", "settings"), VARIANTS)
 def test_tokens_and_log_probabilities_are_those_of_one_step(
-    make_engine: Callable[..., Engine], expected: list[tuple[Any, ...]], num_steps: str, settings: dict[str, Any]
+    make_engine: Callable[..., Engine],
+    expected: list[tuple[Any, ...]],
+    num_steps: str,
+    settings: dict[str, Any],
 ) -> None:
     with make_engine(num_decode_steps=num_steps, **settings) as engine:
         assert generate(engine) == expected

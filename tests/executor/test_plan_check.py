@@ -101,6 +101,43 @@ def test_page_changes_beyond_the_sizes_are_refused(message, changes):
         check_plan(broken, SIZES)
 
 
+STEPS = {"q_lens": ints(1, 1), "num_decode": 2, "samples": np.array([True, True])}
+BROKEN_STEPS = {
+    "1 numbers of steps for 2 rows": {"num_steps": ints(2)},
+    "outside 1 to 4": {"num_steps": ints(1, 5)},
+    "outside 1 to 4$": {"num_steps": ints(0, 1)},
+    "only decode rows": {"num_steps": ints(1, 2), "num_decode": 1},
+    "only decode rows without drafts$": {
+        "num_steps": ints(1, 2),
+        "samples": np.array([True, False]),
+    },
+    "reaches 33 tokens, at most 32": {
+        "num_steps": ints(1, 4),
+        "kv_starts": ints(0, 29),
+        "num_pages": 8,
+    },
+    "num_pages 2: rows of 3 to 8 pages": {"num_steps": ints(4, 1)},
+}
+
+
+@pytest.mark.parametrize(("message", "changes"), BROKEN_STEPS.items(), ids=BROKEN_STEPS)
+def test_several_steps_beyond_the_sizes_are_refused(message, changes):
+    broken = replace(plan(**STEPS | changes), has_steps=True)
+    with pytest.raises(ValueError, match=f"step 7, rank 0: .*{message}"):
+        check_plan(broken, SIZES._replace(max_decode_steps=4))
+
+
+def test_several_steps_are_of_all_ranks_and_without_masks():
+    sizes = SIZES._replace(max_decode_steps=4)
+    several = replace(plan(**STEPS, num_steps=ints(3, 4)), has_steps=True)
+    check_plan(several, sizes)
+    with pytest.raises(ValueError, match="a masked plan has one step"):
+        check_plan(replace(several, is_masked=True), sizes)
+    for broken in (replace(several, has_steps=False), replace(plan(), has_steps=True)):
+        with pytest.raises(ValueError, match="either all ranks have several steps, or none"):
+            check_plan(broken, sizes)
+
+
 def test_the_plan_must_have_the_engines_ranks():
     with pytest.raises(ValueError, match="1 ranks, the engine 2"):
         check_plan(plan(), SIZES._replace(dp_size=2))

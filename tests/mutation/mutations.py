@@ -643,7 +643,7 @@ MUTATIONS = (
     Mutation(
         "count a read draft as unread",
         _COMMIT,
-        "    running.unread_drafts[rows] -= drafted\n",
+        '    running.unread_drafts[rows] -= launched["num_ahead"]\n',
         "",
     ),
     Mutation(

@@ -52,7 +52,9 @@ class OracleExecutor(FakeExecutor):
         ids = (sizes.num_rows, MAX_LOGPROB_IDS)
         self._logprob_ids = [np.zeros(ids, np.int32) for _ in range(sizes.dp_size)]
         # The tokens that end each row, and the length that it must pass to end.
-        self._stops: list[dict[int, tuple[tuple[int, ...], int]]] = [{} for _ in range(sizes.dp_size)]
+        self._stops: list[dict[int, tuple[tuple[int, ...], int]]] = [
+            {} for _ in range(sizes.dp_size)
+        ]
         self._page_tables = PageTables(sizes)
         self._states = [StateOracle(sizes, rank) for rank in range(sizes.dp_size)]
         self.host = HostOracle(sizes, [self._pools(rank) for rank in range(sizes.dp_size)])
@@ -93,7 +95,7 @@ class OracleExecutor(FakeExecutor):
         return bool((self._states[rank].held(slots) == hashes[-1]).any())
 
     def _run_steps(self, rank: int, plan: RankPlan) -> RankResult:
-        """Run a rank's step; if the plan has several, one after another. A row leaves at its end."""
+        """Run a rank's step, or its steps one after another. A row leaves at its end."""
         self._admit(rank, plan)
         if plan.num_steps is None:
             return self._run_rank(rank, plan)
@@ -104,7 +106,8 @@ class OracleExecutor(FakeExecutor):
         running = np.arange(len(plan.rows))
         # A row that ended before takes one step, which writes the KV of its last token.
         num_steps = [
-            1 if self._stopped(rank, plan, i) else int(most) for i, most in enumerate(plan.num_steps)
+            1 if self._stopped(rank, plan, i) else int(most)
+            for i, most in enumerate(plan.num_steps)
         ]
         while len(running):
             step, lens = len(results), self._lens[rank][plan.rows]

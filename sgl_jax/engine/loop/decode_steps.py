@@ -1,4 +1,4 @@
-"""Chooses how many decode steps a launch may have, by the time of a step and the rate of arrivals."""
+"""Chooses how many decode steps a launch may have, by the measured time of a step."""
 
 import time
 from collections.abc import Callable
