@@ -60,6 +60,7 @@ _WALK = "sgl_jax/mem_cache/ledger_walk.py"
 _ARGS = "sgl_jax/core/scheduler_args.py"
 _ADMISSION = "sgl_jax/scheduler/admission/admission.py"
 _ROOM = "sgl_jax/scheduler/admission/rank_capacity.py"
+_OPTIONS = "sgl_jax/scheduler/admission/rank_options.py"
 _IN_FLIGHT = "sgl_jax/scheduler/admission/in_flight.py"
 _BLOCKS = "sgl_jax/mem_cache/offload/cpu_pool.py"
 _TIER = "sgl_jax/mem_cache/offload/cpu_tier.py"
@@ -423,8 +424,8 @@ MUTATIONS = (
     Mutation(
         "namespaces: order the queue by what the default one has",
         _QUEUE,
-        "self._prompts.follow(request.matchable(), request.namespace, known)",
-        'self._prompts.follow(request.matchable(), "", known)',
+        "self.prompts.follow(request.matchable(), request.namespace, known)",
+        'self.prompts.follow(request.matchable(), "", known)',
     ),
     Mutation(
         "namespaces: prompts of different ones share a cursor",
@@ -877,9 +878,9 @@ MUTATIONS = (
     ),
     Mutation(
         "evict sessions for a request that does not fit even so",
-        "sgl_jax/scheduler/admission/rank_capacity.py",
-        "            if short <= 0:\n                return num_read",
-        "            if True:\n                return num_read",
+        _FITS,
+        "                option.fits = _pages_short(room, need, num_pages, chances, moments, each_page) <= 0",
+        "                option.fits = True",
     ),
     Mutation(
         "let idle sessions hold what they like",
@@ -1274,20 +1275,20 @@ MUTATIONS = (
     Mutation(
         "start where most is to be computed",
         _ADMISSION,
-        "best = min([*fitting, *longer])",
-        "best = max([*fitting, *longer])",
+        "best = min(best, rooms[dp_rank]",
+        "best = max(best, rooms[dp_rank]",
     ),
     Mutation(
         "wait for no rank without a row or tokens in the step",
         _ADMISSION,
-        "best = min([*fitting, *longer])",
-        "best = min(fitting)",
+        "        for dp_rank in others:\n",
+        "        for dp_rank in others[:0]:\n",
     ),
     Mutation(
         "send all to the rank that has their prefix, however busy",
-        _ROOM,
-        "        if self.num_running > trial.num_unskewed:\n",
-        "        if False:\n",
+        _FITS,
+        "num_skewed = max(room.num_running - num_unskewed, 0)",
+        "num_skewed = 0",
     ),
     Mutation(
         "go around the ranks without going on",
@@ -1298,14 +1299,14 @@ MUTATIONS = (
     Mutation(
         "go around the ranks and leave a prefix in flight that was waited for",
         _ADMISSION,
-        "next((o for o in fitting if o.dp_rank == stayed), in_turn)",
-        "in_turn",
+        "            if stayed not in fitting:\n",
+        "            if True:\n",
     ),
     Mutation(
         "start a request without a row",
         _ROOM,
-        "self.has_row = self.rank.has_row\n",
-        "self.has_row = True\n",
+        "            self.rank.has_row,\n",
+        "            True,\n",
     ),
     Mutation(
         "count the room of a step once for all that start in it",
@@ -1316,13 +1317,13 @@ MUTATIONS = (
     Mutation(
         "take what a rank prefills for no work",
         _ROOM,
-        "num_ahead = self._builder.num_prefill_tokens\n        if",
-        "num_ahead = 0\n        if",
+        "            builder.num_prefill_tokens,\n",
+        "            0,\n",
     ),
     Mutation(
         "take the wait for a full rank for no work",
         _ROOM,
-        "            num_ahead += self.chunk_size * self._steps_to_room(num_pages)\n",
+        "            cost += self.chunk_size * self._steps_to_room(num_pages)\n",
         "            pass\n",
     ),
     Mutation(
@@ -1479,7 +1480,7 @@ MUTATIONS = (
     Mutation(
         "share nothing with what starts in the same step",
         _ROOM,
-        "        self.in_flight.add(row)\n",
+        "        self.in_flight.add(self.dp_rank, row)\n",
         "",
     ),
     Mutation(
@@ -1731,21 +1732,21 @@ MUTATIONS = (
     ),
     Mutation(
         "stay for a rank that has no more of the prefix",
-        _ADMISSION,
-        "            if num_read > cheapest.num_read\n",
-        "",
+        _FITS,
+        "is_longer = best != NO_RANK and option.num_read > options[best].num_read",
+        "is_longer = best != NO_RANK",
     ),
     Mutation(
         "start on the fullest of equal ranks",
-        _ROOM,
-        "return Option(cost, is_full,",
-        "return Option(cost, not is_full,",
+        _FITS,
+        "is_better = is_full < best_is_full",
+        "is_better = is_full > best_is_full",
     ),
     Mutation(
         "take no notice of the free pages of a rank",
-        _ROOM,
-        "is_full = self._peak + num_pages > FULL_PART * self._num_total",
-        "is_full = False",
+        _FITS,
+        "option.is_full = room.pages[room.peak] + num_pages > FULL_PART * room.total",
+        "option.is_full = False",
     ),
     Mutation(
         "take what stays for a rank for no pages",
@@ -2112,7 +2113,7 @@ MUTATIONS = (
     Mutation(
         "keep the cursors of a request that waits no more",
         _QUEUE,
-        "        self._prompts.unfollow(self._prefixes.pop(line))\n",
+        "        self.prompts.unfollow(self._prefixes.pop(line))\n",
         "        self._prefixes.pop(line)\n",
     ),
     Mutation(
@@ -2910,14 +2911,14 @@ MUTATIONS = (
     Mutation(
         "pressure: preempt where a request may not run",
         "sgl_jax/scheduler/admission/admission.py",
-        "for room in _allowed(rooms, request):\n            cursor =",
-        "for room in rooms:\n            cursor =",
+        "for room in _allowed(rooms, request):\n            found = room.preemption",
+        "for room in rooms:\n            found = room.preemption",
     ),
     Mutation(
         "pressure: preempt for a request that waits for a prefix in flight",
         "sgl_jax/scheduler/admission/admission.py",
-        "                room.rank.prompts.keep_branch(*leader)\n                return False\n",
-        "                room.rank.prompts.keep_branch(*leader)\n",
+        "rank.prompts.keep_branch(*leader)\n                return False\n",
+        "rank.prompts.keep_branch(*leader)\n",
     ),
     Mutation(
         "pressure: preempt where the most is to be computed",
@@ -2964,8 +2965,8 @@ MUTATIONS = (
     Mutation(
         "pressure: start nothing in what a preemption leaves over",
         "sgl_jax/scheduler/admission/admission.py",
-        "self._preempt_for(rooms, request, threshold):\n                return True\n",
-        "self._preempt_for(rooms, request, threshold):\n                return False\n",
+        "options, request, threshold)\n            ):\n                return True\n",
+        "options, request, threshold)\n            ):\n                return False\n",
     ),
     Mutation(
         "pressure: preempt where the step has no tokens for it",
@@ -3878,8 +3879,44 @@ MUTATIONS = (
     Mutation(
         "room: take what lacks on the first rank for what lacks on each",
         _FITS,
-        "        short[k] = _pages_short(\n            rooms[k],",
-        "        short[k] = _pages_short(\n            rooms[0],",
+        "room, option, num_pages = rooms[k], options[k], need.pages",
+        "room, option, num_pages = rooms[0], options[k], need.pages",
+    ),
+    Mutation(
+        "room: leave out pages in use that a start would share",
+        _OPTIONS,
+        'self._columns["in_use"][dp_rank] = memory.num_pages_in_use(cursor)',
+        'self._columns["in_use"][dp_rank] = 0',
+    ),
+    Mutation(
+        "room: take the least that a rank may cost for its cost",
+        _OPTIONS,
+        "if not self._unconfirmed or found < 0:",
+        "if True:",
+    ),
+    Mutation(
+        "room: find out of the cheapest rank alone what its rows compute",
+        _OPTIONS,
+        "(self.confirm([found]) or self.confirm(others))",
+        "self.confirm([found])",
+    ),
+    Mutation(
+        "room: look for rows in flight at the end of the cached part only on the first rank",
+        _OPTIONS,
+        "if place < option.num_present:",
+        "if rank or place < option.num_present:",
+    ),
+    Mutation(
+        "room: leave out ranks that cost as much as the cheapest after a wait",
+        _FITS,
+        "not option.fits and least <= options[best].cost",
+        "not option.fits and least < 0",
+    ),
+    Mutation(
+        "room: a wait for a row takes as long as the last request",
+        _FITS,
+        "step_tokens * rooms[k].soonest_end",
+        "step_tokens * 1000",
     ),
     Mutation(
         "chunks: let the floor of a step fall as a request starts",

@@ -9,6 +9,7 @@ from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
 from sgl_jax.scheduler.admission.admission import Admission
 from sgl_jax.scheduler.admission.rank_capacity import RankCapacity
+from sgl_jax.scheduler.admission.rank_options import RankOptions
 from sgl_jax.scheduler.forecast.fits import NO_FLOOR, Rooms
 from sgl_jax.scheduler.preemption import Preemptible
 from sgl_jax.scheduler.request import Request, RequestState
@@ -475,9 +476,15 @@ def test_after_a_preemption_no_rank_is_held_until_its_due_request_is_tried_again
     held: list[tuple[list[int], list[int]]] = []  # before and after each pass over the queue
     inner = Admission._start_some
 
-    def start_some(self: Admission, rooms: list[RankCapacity], offer: Offer, step: int) -> bool:
+    def start_some(
+        self: Admission,
+        rooms: list[RankCapacity],
+        options: RankOptions,
+        offer: Offer,
+        step: int,
+    ) -> bool:
         before = offer.rooms["held_above"].tolist()
-        is_changed = inner(self, rooms, offer, step)
+        is_changed = inner(self, rooms, options, offer, step)
         held.append((before, offer.rooms["held_above"].tolist()))
         return is_changed
 

@@ -20,8 +20,10 @@ import numpy as np
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import release_idle_lease
-from sgl_jax.scheduler.admission.rank_capacity import Option, RankCapacity, Trial
-from sgl_jax.scheduler.forecast.fits import NO_FLOOR, NO_LIMIT, Rooms
+from sgl_jax.scheduler.admission.in_flight import InFlight
+from sgl_jax.scheduler.admission.rank_capacity import Option, RankCapacity
+from sgl_jax.scheduler.admission.rank_options import RankOptions
+from sgl_jax.scheduler.forecast.fits import NO_FLOOR, NO_LIMIT, NO_RANK, Rooms
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
@@ -31,10 +33,6 @@ from sgl_jax.scheduler.waiting.admission_order import Offer
 from sgl_jax.scheduler.waiting.wait_reason import WaitKind, WaitReason
 from sgl_jax.scheduler.waiting.waiting_queue import WaitingQueue
 
-# A rank may run this many requests more than the least busy rank, or this share of them more; each
-# further request counts as a step full of prompt tokens.
-MAX_SKEW_REQUESTS = 4
-MAX_SKEW_SHARE = 0.25
 # Limit of requests that begin to wait for a prefix in one step; after it, requests that would wait
 # for the same prefix are not tried. Also the limit of requests that begin to wait for a rank.
 MAX_DEFERRED = 128
@@ -86,8 +84,9 @@ class Admission:
         if not any(may_preempt) and not self._has_tokens(builders, highest, step):
             return
         forecast, records = ranks.forecast(), ranks.rooms()
+        in_flight = InFlight(builders, ranks.running.tokens)
         rooms = [
-            RankCapacity(builder, self._waiting, forecast, records, outlook)
+            RankCapacity(builder, self._waiting, in_flight, forecast, records, outlook)
             for builder, outlook in zip(builders, ranks.outlooks(), strict=True)
         ]
         is_counted = np.array([room.is_counted for room in rooms])
@@ -102,13 +101,14 @@ class Admission:
             open_tenants=np.zeros((len(rooms), MAX_TENANTS + 1), np.bool_),
             passed_by=[],
         )
+        options = RankOptions(rooms, in_flight, self._waiting)
         is_changed = True
         while is_changed:
             # A request for which a rank was held may start on another rank now.
             records["held_above"] = NO_FLOOR
             for each in rooms:
                 offer.open_tenants[each.dp_rank] = each.open_tenants
-            is_changed = self._start_some(rooms, offer, step)
+            is_changed = self._start_some(rooms, options, offer, step)
 
     def _has_tokens(self, builders: Sequence[StepBuilder], highest: int, step: int) -> bool:
         """Return whether any rank may have prompt tokens for a waiting request."""
@@ -129,7 +129,9 @@ class Admission:
         most_tokens = np.array([builder.most_tokens for builder in limited])
         return self._waiting.has_short(ranks, most_tokens, open_tenants, step)
 
-    def _start_some(self, rooms: list[RankCapacity], offer: Offer, step: int) -> bool:
+    def _start_some(
+        self, rooms: list[RankCapacity], options: RankOptions, offer: Offer, step: int
+    ) -> bool:
         """Start requests in the queue's order, up to the first that preempted others. Return
         whether to try the rest again."""
         threshold = self.args.priority_scheduling_preemption_threshold
@@ -139,7 +141,7 @@ class Admission:
         for request, may_start in candidates:
             if not self._tenants.may_run(request.tenant):
                 continue
-            chosen = self._choose(rooms, offer.rooms, request, step) if may_start else None
+            chosen = self._choose(rooms, options, offer, request, step) if may_start else None
             room: RankCapacity | None = None
             if chosen is not None:
                 room = rooms[chosen.dp_rank]
@@ -149,7 +151,9 @@ class Admission:
                 else:
                     self._defer(room, request, chosen)
                     num_staying += chosen.leader is None
-            elif preemptible and may_start and self._preempt_for(rooms, request, threshold):
+            elif (
+                preemptible and may_start and self._preempt_for(rooms, options, request, threshold)
+            ):
                 return True
             elif self._waiting.is_starved(request):
                 room = self._hold_for(rooms, request, step)
@@ -164,7 +168,7 @@ class Admission:
                 num_following += 1
                 if num_following >= MAX_DEFERRED:
                     offer.passed_by.append(request.line)
-            if num_staying == MAX_DEFERRED or not (preemptible or any(r.is_open for r in rooms)):
+            if num_staying == MAX_DEFERRED or not (preemptible or offer.rooms["is_open"].any()):
                 break
         return False
 
@@ -188,22 +192,24 @@ class Admission:
 
     # -- requests that do not fit -------------------------------------------------------------
 
-    def _preempt_for(self, rooms: list[RankCapacity], request: Request, threshold: int) -> bool:
+    def _preempt_for(
+        self, rooms: list[RankCapacity], options: RankOptions, request: Request, threshold: int
+    ) -> bool:
         """Retract running requests for a request of higher priority, and start it. Return False,
         retracting nothing, if it would still fit nowhere, or if a prefix of it is in flight. Among
         several ranks, the rank with the fewest tokens to compute is chosen."""
+        options.begin(request, self._home_of(request))
+        for dp_rank in options.ranks:
+            options.confirm([dp_rank])
+            if (leader := options.leaders.get(dp_rank)) is not None:
+                self._waiting.follow(request, dp_rank, *leader)
+                rooms[dp_rank].rank.prompts.keep_branch(*leader)
+                return False
         best = None
         for room in _allowed(rooms, request):
-            cursor = self._waiting.cursor(request, room.dp_rank)
-            num_read = room.rank.reusable_len(request, cursor)
-            leader = room.in_flight.leader(request, cursor, num_read)
-            if leader is not None:
-                self._waiting.follow(request, room.dp_rank, *leader)
-                room.rank.prompts.keep_branch(*leader)
-                return False
-            found = room.preemption(request, cursor, threshold)
+            found = room.preemption(request, threshold)
             if found is not None:
-                cost = found.num_lost - num_read
+                cost = found.num_lost - options.num_present(room.dp_rank)
                 if best is None or cost < best[0]:
                     best = cost, room, found
         if best is None:
@@ -312,41 +318,28 @@ class Admission:
     # -- choice of a rank ---------------------------------------------------------------------
 
     def _choose(
-        self, rooms: list[RankCapacity], records: Rooms, request: Request, step: int
+        self,
+        rooms: list[RankCapacity],
+        options: RankOptions,
+        offer: Offer,
+        request: Request,
+        step: int,
     ) -> Option | None:
         """Return the best rank for a request, even if it must wait; None if it fits no rank now."""
-        allowed = _allowed(rooms, request)
-        # With one rank there is no cost to compare: skip the lookup in host memory.
-        trial = Trial(
-            request,
-            [self._waiting.cursor(request, room.dp_rank) for room in rooms],
-            rooms[0].rank.num_pages_at_most(request),
-            self._waiting.most_short(request, records),
-            _num_unskewed(rooms),
-            reads_host=len(allowed) > 1,
-        )
-        fitting, others = [], []
-        for room in allowed:
-            num_read, leader, num_pages = room.try_here(trial)
-            if num_pages is None:
-                others.append((room, num_read, leader))
-            else:
-                fitting.append(room.option(trial, num_read, leader, num_pages))
-        if not fitting:
-            return None
-        stayed = self._waiting.deferred_rank(request)
-        if self.args.load_balance_method == "round_robin" and self._home_of(request) is None:
+        home, stayed = self._home_of(request), self._waiting.deferred_rank(request)
+        options.begin(request, home)
+        if self.args.load_balance_method == "round_robin" and home is None:
             # A request that waited for a prefix in flight goes to its rank, if possible.
-            in_turn = min(fitting, key=lambda o: (o.dp_rank < self._next_rank, o.dp_rank))
-            return next((o for o in fitting if o.dp_rank == stayed), in_turn)
-        cheapest = min(fitting)
-        # Only a longer prefix is worth a wait.
-        longer = [
-            room.option(trial, num_read, leader)
-            for room, num_read, leader in others
-            if num_read > cheapest.num_read
-        ]
-        best = min([*fitting, *longer])
+            fitting = options.fitting(offer)
+            if stayed not in fitting:
+                stayed = min(fitting, key=lambda k: (k < self._next_rank, k), default=None)
+            return None if stayed is None else options.option(stayed)
+        found, others = options.cheapest(offer)
+        if found == NO_RANK:
+            return None
+        best = cheapest = options.option(found)
+        for dp_rank in others:
+            best = min(best, rooms[dp_rank].after_wait(request, options.option(dp_rank)))
         if best.fits or best.leader is not None:
             return best
         # A request waits for a rank only once, for as many steps as the saved tokens take.
@@ -372,12 +365,6 @@ def _may_preempt(builder: StepBuilder, below: int) -> bool:
     """Return whether a request with a priority below `below` runs there and may be preempted."""
     lowest = builder.rank.running.priorities.lowest
     return builder.can_admit and lowest is not None and lowest < below
-
-
-def _num_unskewed(rooms: list[RankCapacity]) -> int:
-    """Return the number of requests that a rank may run before further ones count as too many."""
-    least = min([room.num_running for room in rooms])
-    return int(least + max(MAX_SKEW_REQUESTS, MAX_SKEW_SHARE * least))
 
 
 def _allowed(ranks: Sequence[_T], request: Request) -> Sequence[_T]:

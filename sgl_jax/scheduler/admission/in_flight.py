@@ -14,8 +14,14 @@ the wait does not delay its first token.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sgl_jax.core.step_plan import Int32Array
-from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor, common_prefix_len
+import numpy as np
+
+from sgl_jax.core.step_plan import Int32Array, IntpArray
+from sgl_jax.mem_cache.tree.prefix_cursor import (
+    PrefixCursor,
+    SharedPrefix,
+    common_prefix_len,
+)
 from sgl_jax.mem_cache.tree_node import TreeNode
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.step_builder import StepBuilder
@@ -32,35 +38,106 @@ class Leader(NamedTuple):
 
 
 class InFlight:
-    """The remaining prompts of one rank's prefilling requests, in the step of `builder`.
+    """The remaining prompts of all ranks' prefilling requests, in the step of `builders`.
 
-    Rows are listed when a request is first tried, and their prompts read when a request is tried
-    that continues from the same node: most steps need few of them.
+    A rank's rows are listed when a request is first tried there.
+
+    Args:
+        builders: the ranks' parts of the step.
+        tokens: column of the rows' tokens, by joint row.
     """
+
+    def __init__(self, builders: Sequence[StepBuilder], tokens: Int32Array) -> None:
+        self._builders = builders
+        self._tokens = tokens
+        self._on_rank: dict[int, RankInFlight] = {}
+        self._unlisted = {each.rank.dp_rank for each in builders if each.is_prefilling}
+        # Of each listed row, its rank, its joint row, and the length of its published part.
+        self._rows: IntpArray = np.empty((64, 3), np.int64)
+        self._num_rows = 0
+
+    def rows(self, ranks: range) -> tuple[IntpArray, Int32Array]:
+        """Return the rank, the joint row and the published length of each row that may compute a
+        part of the prefix of a request tried on `ranks`, int64[n, 3], and the column of tokens."""
+        if self._unlisted:
+            for dp_rank in self._unlisted.intersection(ranks):
+                self._list(dp_rank)
+        return self._rows[: self._num_rows], self._tokens
+
+    def leader(
+        self, request: Request, prefix: SharedPrefix, dp_rank: int, num_read: int
+    ) -> Leader | None:
+        """Return the row of a rank that computes more of `request`'s tokens than the tree holds, if
+        worth the wait.
+
+        Args:
+            request: a waiting request.
+            prefix: its prefix.
+            dp_rank: a rank with listed rows.
+            num_read: tokens that it could read there if it started now.
+        """
+        return self._on_rank[dp_rank].leader(request, PrefixCursor(prefix, dp_rank), num_read)
+
+    def add(self, dp_rank: int, row: int) -> None:
+        """Add the request that has started in a row of a rank."""
+        if dp_rank in self._on_rank:
+            self._add(dp_rank, [row])
+        elif self._builders[dp_rank].is_prefilling:
+            self._unlisted.add(dp_rank)
+
+    def list_again(self, dp_rank: int) -> None:
+        """List the rows of a rank again, after some were retracted."""
+        if self._on_rank.pop(dp_rank, None) is not None:
+            kept = self._rows[: self._num_rows]
+            kept = kept[kept[:, 0] != dp_rank]
+            self._num_rows = len(kept)
+            self._rows[: len(kept)] = kept
+        self._unlisted.discard(dp_rank)
+        if self._builders[dp_rank].is_prefilling:
+            self._unlisted.add(dp_rank)
+
+    def _list(self, dp_rank: int) -> None:
+        builder = self._builders[dp_rank]
+        self._unlisted.discard(dp_rank)
+        self._on_rank[dp_rank] = RankInFlight(builder)
+        self._add(dp_rank, builder.prefilling_rows())
+
+    def _add(self, dp_rank: int, rows: Sequence[int]) -> None:
+        self._on_rank[dp_rank].add(rows)
+        memory = self._builders[dp_rank].rank.memory
+        end = self._num_rows + len(rows)
+        while end > len(self._rows):
+            self._rows = np.concatenate([self._rows, self._rows])
+        listed = self._rows[self._num_rows : end]
+        listed[:, 0] = dp_rank
+        listed[:, 1] = rows
+        listed[:, 2] = memory.rows.cache_protected_len[listed[:, 1]]
+        listed[:, 1] += memory.rows.first_row
+        self._num_rows = end
+
+
+class RankInFlight:
+    """The remaining prompts of one rank's listed rows, in the step of `builder`. They are read when
+    a request is tried that continues from the same node."""
 
     def __init__(self, builder: StepBuilder) -> None:
         self._builder, self._rank = builder, builder.rank
         self._page_size = builder.rank.memory.page_size
         self._step_price = builder.chunk_size // _STEP_PRICE_PART
-        # Rows with unread prompts, in order, by the id of the node at the end of their
-        # published part; None until they are listed. Once they are read, the node's list is empty.
-        self._unread: dict[int, list[int]] | None = None
+        # Rows with unread prompts, in order, by the id of the node at the end of their published
+        # part. Once they are read, the node's list is empty.
+        self._unread: dict[int, list[int]] = {}
         # Rows with read prompts: by the id of that node, then by the key of the next page.
         self._rows: dict[int, dict[bytes, int]] = {}
         # Rows that share the beginning of another row's tokens: by that row, the number of shared
         # tokens, and the key of the next page.
         self._branches: dict[tuple[int, int, bytes], int] = {}
 
-    def add(self, row: int) -> None:
-        """Add the request that has started in `row`."""
-        if self._unread is not None:
-            self._list([row], self._unread)
-
-    def _list(self, rows: Sequence[int], unread: dict[int, list[int]]) -> None:
+    def add(self, rows: Sequence[int]) -> None:
         leases, root = self._rank.memory.leases, self._rank.memory.cache.tree.root
         for row in rows:
             node = leases[row].node or root
-            unread.setdefault(node.node_id, []).append(row)
+            self._unread.setdefault(node.node_id, []).append(row)
 
     def _rows_behind(self, node: TreeNode, unread: list[int]) -> dict[bytes, int]:
         """Read the `unread` rows listed at `node`. Return the leading row after it for each key of
@@ -98,22 +175,12 @@ class InFlight:
 
     def leader(self, request: Request, cursor: PrefixCursor, num_read: int) -> Leader | None:
         """Return the row that computes more of `request`'s tokens than the tree holds, if worth the
-        wait.
-
-        Args:
-            request: a waiting request.
-            cursor: the cursor of its tokens on the rank's tree.
-            num_read: tokens that it could read if it started now.
-        """
+        wait: see `InFlight.leader`."""
         if not self._builder.is_prefilling:
             return None
-        unread = self._unread
-        if unread is None:
-            unread = self._unread = {}
-            self._list(self._builder.prefilling_rows(), unread)
         running, memory = self._rank.running, self._rank.memory
-        for node, key in cursor.places(unread):
-            first = self._rows_behind(node, unread[node.node_id]).get(key)
+        for node, key in cursor.places(self._unread):
+            first = self._rows_behind(node, self._unread[node.node_id]).get(key)
             if first is None:
                 continue
             if not memory.can_keep_state:

@@ -14,6 +14,7 @@ from sgl_jax.core.step_plan import BoolArray, Int32Array
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
 from sgl_jax.scheduler.admission.in_flight import InFlight, Leader
 from sgl_jax.scheduler.forecast.fits import (
+    FULL_PART,
     NO_FLOOR,
     Rooms,
     steps_to_room,
@@ -29,9 +30,6 @@ from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.step_builder import StepBuilder
 from sgl_jax.scheduler.waiting.waiting_queue import WaitingQueue
 
-# A rank is full if this part of its pages is forecast to be in use: a retract is likely then.
-FULL_PART = 0.9
-
 
 class Option(NamedTuple):
     """A rank that a request may run on. Options compare by cost, then by load, then by rank."""
@@ -45,23 +43,13 @@ class Option(NamedTuple):
     leader: Leader | None = None  # computes a part of the request's prefix
 
 
-class Trial(NamedTuple):
-    """A waiting request that is tried on several ranks."""
-
-    request: Request
-    cursors: Sequence[PrefixCursor]  # by rank
-    most_pages: int  # that it takes to start if no running request has its prefix in use
-    most_short: Sequence[int]  # of these, pages that each rank lacks: see `pages_short`
-    num_unskewed: int  # more requests on a rank are too many
-    reads_host: bool  # whether the cost takes account of the host's memory
-
-
 class RankCapacity:
     """The capacity of one rank in the step being planned.
 
     Args:
         builder: the rank's part of the step.
         waiting: the queue.
+        in_flight: the prompts in flight of all ranks.
         forecast: the forecast of the ranks' needs, still without requests.
         rooms: ROOM[ranks]; this rank's record is kept up to date.
         outlook: the ends and growth of the rank's running requests.
@@ -71,6 +59,7 @@ class RankCapacity:
         self,
         builder: StepBuilder,
         waiting: WaitingQueue,
+        in_flight: InFlight,
         forecast: Forecast,
         rooms: Rooms,
         outlook: Outlook,
@@ -79,7 +68,7 @@ class RankCapacity:
         self.dp_rank = builder.rank.dp_rank
         self.num_staying = 0  # requests that wait for room here though other ranks have it
         self._staying_pages = 0  # that these take
-        self.in_flight = InFlight(builder)
+        self.in_flight = in_flight
         self._builder = builder
         self._waiting = waiting
         self._forecast = forecast
@@ -91,8 +80,6 @@ class RankCapacity:
         self._peak = 0.0  # of the forecast
         self._enough = self.rank.most_request_pages
         self._started: list[int] = []  # rows
-        # True if the step takes another request of some priority here that fits.
-        self.is_open = False
         # Computed when they are first read.
         self._sorted_ends: Int32Array | None = None
         self._preemptible: Preemptible | None = None
@@ -105,10 +92,17 @@ class RankCapacity:
     def _look(self) -> None:
         """Compute the rank's load, which changes only as requests start here."""
         builder, self.num_running = self._builder, len(self.rank.running)
-        self.has_row = self.rank.has_row
-        self.is_open = self.has_row and builder.can_admit
-        floor, most_tokens = builder.priority_floor, builder.most_tokens
-        write_load(self._rooms, self.dp_rank, self.num_running, self.is_open, floor, most_tokens)
+        write_load(
+            self._rooms,
+            self.dp_rank,
+            self.num_running,
+            builder.num_prefill_tokens,
+            self.rank.has_row,
+            1 if self._soonest_end is None else self._soonest_end,
+            builder.can_admit,
+            builder.priority_floor,
+            builder.most_tokens,
+        )
 
     def _note_pages(self) -> None:
         """Compute the rank's pages, with the forecast if that matters."""
@@ -151,53 +145,21 @@ class RankCapacity:
         open_tenants = self._builder.open_tenants
         return False if open_tenants is None else open_tenants
 
-    def try_here(self, trial: Trial) -> tuple[int, Leader | None, int | None]:
-        """Return the tokens that the request would read here, the row that computes some of them
-        first, if that is worth the wait, and the pages that it takes to start in this step, or an
-        upper bound if that fits; None if it cannot start."""
-        request, cursor = trial.request, trial.cursors[self.dp_rank]
-        is_kept = request.kept_by is not None
-        num_read = self.rank.reusable_len(request, cursor) if is_kept else cursor.length
-        leader = self.in_flight.leader(request, cursor, num_read)
-        if leader is not None:
-            num_read = leader.length
-        num_tokens = len(request.tokens) - num_read
-        if self.is_open and self._builder.takes(request.priority, request.tenant, num_tokens):
-            num_pages, short = self._pages(trial)
-            if short <= 0:
-                return num_read, leader, num_pages
-        return num_read, leader, None
-
-    def _pages(self, trial: Trial) -> tuple[int, int]:
-        """Return the pages that the request takes to start here and the pages that it lacks (<= 0
-        if none), or upper bounds of both if it fits."""
-        num_pages, most_short = trial.most_pages, trial.most_short[self.dp_rank]
+    def after_wait(self, request: Request, option: Option) -> Option:
+        """Return the cost of running a request here once it has room. In `option`, it does not fit
+        now, and the cost includes no wait."""
+        cursor = self._waiting.cursor(request, self.dp_rank)
+        num_pages = self.rank.num_pages_at_most(request)
+        short = self.pages_short(request, num_pages)
         # Usually there are enough pages, however much of its prefix is in use.
-        cursor, memory = trial.cursors[self.dp_rank], self.rank.memory
-        if most_short <= 0 or not (num_in_use := memory.num_pages_in_use(cursor)):
-            return num_pages, most_short
-        num_pages -= num_in_use
-        return num_pages, self.pages_short(trial.request, num_pages)
-
-    def option(
-        self, trial: Trial, num_read: int, leader: Leader | None, num_pages: int | None = None
-    ) -> Option:
-        """Return the cost of running the request here, with or without room for it. `num_read`,
-        `leader` and `num_pages` are from `try_here`."""
-        num_ahead = self._builder.num_prefill_tokens
-        if self.num_running > trial.num_unskewed:
-            num_ahead += self.chunk_size * (self.num_running - trial.num_unskewed)
-        fits = num_pages is not None
-        if num_pages is None:
-            num_pages, short = self._pages(trial)
-            if not self.has_row or short > 0:
-                num_ahead += self.chunk_size * self._steps_to_room(num_pages)
-        num_spared = 0
-        if leader is None and trial.reads_host:
-            num_spared = self.rank.host.num_spared(trial.request, num_read)
-        cost = len(trial.request.tokens) - num_read - num_spared + num_ahead
+        if short > 0 and (num_in_use := self.rank.memory.num_pages_in_use(cursor)):
+            num_pages -= num_in_use
+            short = self.pages_short(request, num_pages)
+        cost = option.cost
+        if not self.rank.has_row or short > 0:
+            cost += self.chunk_size * self._steps_to_room(num_pages)
         is_full = self._peak + num_pages > FULL_PART * self._num_total
-        return Option(cost, is_full, self.num_running, self.dp_rank, fits, num_read, leader)
+        return option._replace(cost=cost, is_full=is_full)
 
     def fetch(self, request: Request, cursor: PrefixCursor) -> tuple[int, int] | None:
         """Fetch the request's prefix from the host if faster; return its row and length."""
@@ -235,11 +197,10 @@ class RankCapacity:
             self._preemptible = Preemptible(self.rank, self._started, self._forecast, own)
         return self._preemptible
 
-    def preemption(
-        self, request: Request, cursor: PrefixCursor, threshold: int
-    ) -> Preemption | None:
+    def preemption(self, request: Request, threshold: int) -> Preemption | None:
         """Return the rows to retract for `request`, of priorities lower by more than `threshold`;
         None if it cannot start here in this step even so."""
+        cursor = self._waiting.cursor(request, self.dp_rank)
         num_tokens = len(request.tokens) - self.rank.reusable_len(request, cursor)
         has_tokens = self._builder.takes(request.priority, request.tenant, num_tokens)
         if not has_tokens or not self._builder.can_admit:
@@ -255,7 +216,7 @@ class RankCapacity:
         for row in rows:
             self._builder.preempt(row)
         self._most_growth = self.rank.memory.allocator.num_pages  # without a bound
-        self.in_flight = InFlight(self._builder)
+        self.in_flight.list_again(self.dp_rank)
         ends = self.rank.expected_steps_to_ends()
         self._soonest_end = int(ends.min()) if len(ends) else None
         self.is_counted = False
@@ -273,7 +234,7 @@ class RankCapacity:
         self._soonest_end = end if self._soonest_end is None else min(self._soonest_end, end)
         self._look()
         self._note_pages()
-        self.in_flight.add(row)
+        self.in_flight.add(self.dp_rank, row)
 
     def _steps_to_room(self, num_pages: int) -> int:
         """Return the steps until the rank has rows and pages for the requests deferred to it, and

@@ -35,6 +35,13 @@ NO_FLOOR = int(np.iinfo(np.int64).min)
 # More tokens than any request has.
 NO_LIMIT = int(np.iinfo(np.int32).max)
 
+# A rank may run this many requests more than the least busy rank, or this share of them more; each
+# further request counts as a step full of prompt tokens.
+MAX_SKEW_REQUESTS = 4
+MAX_SKEW_SHARE = 0.25
+# A rank is full if this part of its pages is forecast to be in use: a retract is likely then.
+FULL_PART = 0.9
+
 # The capacity of a rank for another request.
 ROOM = np.dtype(
     (
@@ -46,6 +53,9 @@ ROOM = np.dtype(
             ("peak", np.int64),  # index of the highest of `pages`
             ("most", np.int64),  # upper bound on their pages
             ("num_running", np.int64),  # requests
+            ("num_ahead", np.int64),  # prompt tokens that they have to compute
+            ("has_row", np.bool_),  # whether a row is free, or held by an idle session
+            ("soonest_end", np.int64),  # steps until the first may end; 1 if none runs
             ("conservativeness", np.float64),  # factor of growth (at most 1) and a retract's price
             ("page_size", np.int64),
             ("chunk_size", np.int64),  # prompt tokens of a step
@@ -83,14 +93,46 @@ NEED = np.dtype(
 Needs: TypeAlias = NDArray[Any]
 
 
-@compiled("(rooms[::1], int64, int64, boolean, int64, int64)", rooms=ROOM)
+# A request that is tried on a rank.
+OPTION = np.dtype(
+    (
+        np.record,
+        [
+            ("num_present", np.int64),  # tokens that it would read if it started now
+            ("num_read", np.int64),  # tokens present, or computed by another request first
+            ("is_unconfirmed", np.bool_),  # whether `num_read` is an upper bound
+            # Pages of its cached prefix that running requests use, below 0 if not counted.
+            ("in_use", np.int64),
+            ("is_uncounted", np.bool_),  # whether `fits` depends on `in_use`, which is not counted
+            ("num_spared", np.int64),  # tokens of computation that a fetch from the host would save
+            ("fits", np.bool_),  # in this step
+            # Prompt tokens: to compute, and ahead of it. A wait for room is not included.
+            ("cost", np.int64),
+            ("is_full", np.bool_),  # whether most pages are forecast to be in use, at the peak
+            ("may_win", np.bool_),  # whether it could cost less than the cheapest after a wait
+        ],
+    )
+)
+Options: TypeAlias = NDArray[Any]
+
+
+@compiled("(rooms[::1], int64, int64, int64, boolean, int64, boolean, int64, int64)", rooms=ROOM)
 def write_load(
-    rooms: Rooms, dp_rank: int, num_running: int, is_open: bool, floor: int, most_tokens: int
+    rooms: Rooms,
+    dp_rank: int,
+    num_running: int,
+    num_ahead: int,
+    has_row: bool,
+    soonest_end: int,
+    can_admit: bool,
+    floor: int,
+    most_tokens: int,
 ) -> None:
     assert 0 <= dp_rank < len(rooms)
     room = rooms[dp_rank]
-    room.num_running, room.is_open = num_running, is_open
-    room.floor, room.most_tokens = floor, most_tokens
+    room.num_running, room.num_ahead, room.has_row = num_running, num_ahead, has_row
+    room.soonest_end = soonest_end
+    room.is_open, room.floor, room.most_tokens = has_row and can_admit, floor, most_tokens
 
 
 @compiled("(rooms[::1], int64, int64, int64)", rooms=ROOM)
@@ -240,23 +282,122 @@ def pages_short(
 
 
 @compiled(
-    "(rooms[::1], needs[::1], int64, float64[:, :, ::1], int64[::1])",
+    "(rooms[::1], options[::1], int64, int64, needs[::1], int64, boolean[:, ::1], int64, int64, "
+    "float64[:, :, ::1], int64[::1])",
     rooms=ROOM,
+    options=OPTION,
     needs=NEED,
 )
-def most_short(
-    rooms: Rooms, needs: Needs, line: int, chances: Float64Array, moments: IntpArray
-) -> IntpArray:
-    """Return int64[len(rooms)], the pages that the request in `line` lacks in each of `rooms` if no
-    running request has its prefix in use; <= 0 if none."""
-    short = np.empty(len(rooms), np.int64)
-    assert 0 <= line < len(needs)
+def _try_ranks(
+    rooms: Rooms,
+    options: Options,
+    first: int,
+    end: int,
+    needs: Needs,
+    line: int,
+    open_tenants: BoolArray,
+    tenant: int,
+    step_tokens: int,
+    chances: Float64Array,
+    moments: IntpArray,
+) -> int:
+    """Fill in `fits`, `cost` and `is_full`; return the number of options that are uncounted."""
+    need, least, num_uncounted = needs[line], rooms[0].num_running, 0
     for k in range(len(rooms)):
-        steps_per_page = _steps_per_page(rooms[k])
-        short[k] = _pages_short(
-            rooms[k], needs[line], needs[line].pages, chances, moments, steps_per_page
+        least = min(least, rooms[k].num_running)
+    num_unskewed = int(least + max(MAX_SKEW_REQUESTS, MAX_SKEW_SHARE * least))
+    for k in range(first, end):
+        room, option, num_pages = rooms[k], options[k], need.pages
+        option.fits = option.is_uncounted = False
+        num_tokens = need.tokens - option.num_read
+        has_tokens = _has_tokens(
+            need.priority, num_tokens, room.floor, room.most_tokens, open_tenants[k, tenant]
         )
-    return short
+        if room.is_open and has_tokens:
+            # Usually there are enough pages, however much of its prefix is in use.
+            each_page = _steps_per_page(room)
+            option.fits = _pages_short(room, need, num_pages, chances, moments, each_page) <= 0
+            if not option.fits and option.in_use < 0:
+                option.is_uncounted = True
+                num_uncounted += 1
+            elif not option.fits and option.in_use > 0:
+                num_pages -= option.in_use
+                option.fits = _pages_short(room, need, num_pages, chances, moments, each_page) <= 0
+        num_skewed = max(room.num_running - num_unskewed, 0)
+        option.cost = num_tokens - option.num_spared + room.num_ahead + step_tokens * num_skewed
+        option.is_full = room.pages[room.peak] + num_pages > FULL_PART * room.total
+    return num_uncounted
+
+
+@compiled(
+    "(rooms[::1], options[::1], int64, int64, needs[::1], int64, boolean[:, ::1], int64, int64, "
+    "float64[:, :, ::1], int64[::1])",
+    rooms=ROOM,
+    options=OPTION,
+    needs=NEED,
+)
+def find_cheapest(
+    rooms: Rooms,
+    options: Options,
+    first: int,
+    end: int,
+    needs: Needs,
+    line: int,
+    open_tenants: BoolArray,
+    tenant: int,
+    step_tokens: int,
+    chances: Float64Array,
+    moments: IntpArray,
+) -> tuple[int, int, int]:
+    """Return the rank from `first` to `end` where the request in `line` fits and costs least: of
+    several, one that is not full, then the least busy, then the first; `NO_RANK` if it fits none.
+    Return also the number of ranks that could cost less after a wait for room, since they have more
+    of its prefix, and of ranks that are uncounted.
+
+    Args:
+        rooms, needs: ROOM[ranks], NEED[lines].
+        options: OPTION[ranks]; `fits` and the fields after it are filled in, and `is_uncounted`.
+        open_tenants: bool[ranks, tenants], not bound by `ROOM.most_tokens`.
+        tenant: the tenant of the request.
+        step_tokens: prompt tokens of the step.
+        chances, moments: `OutputLengths.chances`, `MOMENTS`.
+    """
+    assert 0 <= first < end <= len(rooms) == len(options) == len(open_tenants)
+    assert 0 <= line < len(needs)
+    assert 0 <= tenant < open_tenants.shape[1]
+    num_uncounted = _try_ranks(
+        rooms,
+        options,
+        first,
+        end,
+        needs,
+        line,
+        open_tenants,
+        tenant,
+        step_tokens,
+        chances,
+        moments,
+    )
+    best, num_others = NO_RANK, 0
+    for k in range(first, end):
+        if options[k].fits:
+            if best != NO_RANK:
+                cost, least = options[k].cost, options[best].cost
+                is_full, best_is_full = options[k].is_full, options[best].is_full
+                is_better = is_full < best_is_full
+                if is_full == best_is_full:
+                    is_better = rooms[k].num_running < rooms[best].num_running
+                if cost > least or (cost == least and not is_better):
+                    continue
+            best = k
+    for k in range(first, end):
+        option = options[k]
+        # A wait for a row ends with the first request or later.
+        least = option.cost + (0 if rooms[k].has_row else step_tokens * rooms[k].soonest_end)
+        is_longer = best != NO_RANK and option.num_read > options[best].num_read
+        option.may_win = is_longer and not option.fits and least <= options[best].cost
+        num_others += option.may_win
+    return best, num_others, num_uncounted
 
 
 @compiled(

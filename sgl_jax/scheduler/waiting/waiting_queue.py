@@ -14,7 +14,14 @@ from sgl_jax.core.step_plan import BoolArray, IntpArray
 from sgl_jax.mem_cache.pages.req_to_token_pool import RowTables
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor, SharedPrefix
-from sgl_jax.scheduler.forecast.fits import NO_RANK, Rooms, hold, most_short, pages_short
+from sgl_jax.scheduler.forecast.fits import (
+    NO_RANK,
+    Options,
+    Rooms,
+    find_cheapest,
+    hold,
+    pages_short,
+)
 from sgl_jax.scheduler.forecast.output_lengths import MOMENTS, OutputLengths
 from sgl_jax.scheduler.preemption import Preemptible
 from sgl_jax.scheduler.request import Request
@@ -70,7 +77,7 @@ class WaitingQueue:
         self._tables = tables
         self._requests: dict[str, Request] = {}  # by rid, in the order of their adding
         self._by_line: dict[int, Request] = {}
-        self._prompts = memories[0].waiting
+        self.prompts = memories[0].waiting
         self._prefixes: dict[int, SharedPrefix] = {}  # by line
         self._columns = WaitingColumns(len(memories), capacity)
         self._order = AdmissionOrder(self._columns, memories, tenants, lengths, max_skip_count)
@@ -107,7 +114,7 @@ class WaitingQueue:
             lease = request.session_lease(memory)
             if lease is not None and lease.node is not None:
                 known[memory.dp_rank] = lease.node
-        prefix = self._prompts.follow(request.matchable(), request.namespace, known)
+        prefix = self.prompts.follow(request.matchable(), request.namespace, known)
         self._prefixes[line] = prefix
         self._note_need(request, line)
         lines.prefix[line] = prefix.number
@@ -115,7 +122,7 @@ class WaitingQueue:
         lines.may_run[:, line] = pinned is None
         if pinned is not None:
             lines.may_run[pinned, line] = True
-        lines.cached_pages[:, line] = self._prompts.cached_pages(prefix)
+        lines.cached_pages[:, line] = self.prompts.cached_pages(prefix)
         self._note_most_cached(line, line + 1)
         lines.arrival[line] = request.arrival
         self.priorities.add(request.priority)
@@ -155,7 +162,7 @@ class WaitingQueue:
         """Remove a waiting request; the caller starts or ends it."""
         line = request.line
         del self._requests[request.rid], self._by_line[line]
-        self._prompts.unfollow(self._prefixes.pop(line))
+        self.prompts.unfollow(self._prefixes.pop(line))
         self.priorities.remove(int(self._columns.lines.needs["priority"][line]))
         self.num_pinned[request.message.dp_rank] -= 1
         self._tenants.queue(request.tenant, -1)
@@ -192,7 +199,7 @@ class WaitingQueue:
         self._requests.clear()
         self._by_line.clear()
         self._prefixes.clear()
-        self._prompts.clear()
+        self.prompts.clear()
         self._columns.clear()
         self.priorities = PriorityCounts()
         self.num_pinned.clear()
@@ -203,6 +210,10 @@ class WaitingQueue:
         return request if request is not None and self.is_starved(request) else None
 
     # -- one request --------------------------------------------------------------------------
+
+    def prefix(self, request: Request) -> SharedPrefix:
+        """Return the prefix of the request's tokens."""
+        return self._prefixes[request.line]
 
     def cursor(self, request: Request, dp_rank: int) -> PrefixCursor:
         """Return the cursor of the request's tokens on a rank's tree."""
@@ -312,12 +323,26 @@ class WaitingQueue:
         short: int = pages_short(rooms, dp_rank, needs, request.line, num_pages, chances, MOMENTS)
         return short
 
-    def most_short(self, request: Request, rooms: Rooms) -> list[int]:
-        """Return `pages_short` on each rank if no running request uses the prefix of `request`."""
+    def find_cheapest(
+        self, request: Request, offer: Offer, options: Options, ranks: range, step_tokens: int
+    ) -> tuple[int, int, int]:
+        """Return `fits.find_cheapest` of `request` on `ranks`, with its `options`, OPTION[all
+        ranks]. The step has `step_tokens` prompt tokens."""
         self._note_chances()
-        needs, chances = self._columns.lines.needs, self._lengths.chances
-        short: list[int] = most_short(rooms, needs, request.line, chances, MOMENTS).tolist()
-        return short
+        found: tuple[int, int, int] = find_cheapest(
+            offer.rooms,
+            options,
+            ranks.start,
+            ranks.stop,
+            self._columns.lines.needs,
+            request.line,
+            offer.open_tenants,
+            request.tenant,
+            step_tokens,
+            self._lengths.chances,
+            MOMENTS,
+        )
+        return found
 
     def hold(
         self, request: Request, rooms: Rooms, dp_rank: int, num_pages: int, num_steps: int
@@ -374,7 +399,7 @@ class WaitingQueue:
 
     def _take_moves(self) -> None:
         """Copy changed cursors of the ranks' trees."""
-        lines, end, columns = self._columns.lines, self._columns.end, self._prompts.columns
+        lines, end, columns = self._columns.lines, self._columns.end, self.prompts.columns
         have_moved = [memory.cache.cursors.take_has_moved() for memory in self._memories]
         for dp_rank, has_moved in enumerate(have_moved):
             if has_moved:

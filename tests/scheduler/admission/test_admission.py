@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from sgl_jax.core.scheduler_args import SchedulerArgs
-from sgl_jax.scheduler.admission.admission import MAX_SKEW_REQUESTS, Hold
+from sgl_jax.scheduler.admission.admission import Hold
 from sgl_jax.scheduler.admission.rank_capacity import RankCapacity
+from sgl_jax.scheduler.forecast.fits import MAX_SKEW_REQUESTS
 from sgl_jax.scheduler.request import Request
 from tests.scheduler.driver import Driver, generate, make_sizes, price_retracts_fully
 from tests.scheduler.liveness import due_of
