@@ -58,6 +58,12 @@ class SchedulerArgs:
         "prefix (lpm)",
         ("fcfs", "lpm"),
     )
+    working_set_s: float = setting(
+        30.0,
+        "with lpm, while most evicted prefixes return: seconds for which a prefix stays after its "
+        "last use, before prompts without a cached prefix may evict it; 0: they never wait for it",
+        bounds=(0.0, 1e6),
+    )
     schedule_conservativeness: float = setting(
         1.0,
         "factor of the price of a retract and, up to 1, of the pages kept for the growth of "

@@ -32,6 +32,7 @@ from sgl_jax.scheduler.rank_offload import RankOffload
 from sgl_jax.scheduler.request import Departed, Request, RequestState
 from sgl_jax.scheduler.running_prompts import RunningPrompts
 from sgl_jax.scheduler.running_rows import RowColumns, RunningRows
+from sgl_jax.scheduler.working_set import WorkingSet
 
 
 class RankScheduler:
@@ -57,6 +58,7 @@ class RankScheduler:
             waiting=waiting,
         )
         self.host = RankOffload(self.memory, args)
+        self.working_set = WorkingSet(self.memory, args.working_set_s, is_on=self.host.tier is None)
         self.columns = columns
         self.running = RunningRows(columns)
         self._output_lengths = output_lengths

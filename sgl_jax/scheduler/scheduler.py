@@ -11,6 +11,7 @@ it reads the result of the last: input tokens come from the device, so nothing w
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain, islice
+from math import inf
 from typing import Any, assert_never
 
 from sgl_jax.core.compiled import compile_loops
@@ -48,6 +49,7 @@ from sgl_jax.scheduler.step_builder import StepBuilder
 from sgl_jax.scheduler.tenants import TenantCounts
 from sgl_jax.scheduler.waiting.wait_reason import WaitKind, WaitReason
 from sgl_jax.scheduler.waiting.waiting_queue import MAX_SKIP_COUNT
+from sgl_jax.scheduler.working_set import TICK_S
 from sgl_jax.sessions.saving import SavedSession
 from sgl_jax.sessions.store import SessionStore
 
@@ -87,6 +89,7 @@ class Scheduler:
         self._admission = Admission(
             self._waiting, args, self._sessions.home_of, self._all_ranks.tenants
         )
+        self._ticked_s = -inf
         self._has_store = any(tier.store for tier in self._all_ranks.host_tiers)
         self.is_paused = False
         self._chunk_tokens = sizes.max_chunk_tokens
@@ -137,6 +140,9 @@ class Scheduler:
                 assert 1 <= event.num_steps <= self.sizes.max_decode_steps
                 self._num_decode_steps = event.num_steps
             case events.Tick():
+                self._ticked_s = event.now_s
+                for rank in self.ranks:
+                    rank.working_set.tick(event.now_s)
                 self._live.expire(event.now_s)
                 self._sessions.tick(event.now_s)
             case GenerateRequest():
@@ -189,6 +195,12 @@ class Scheduler:
             bool(self._live.aborted)
             or self._deadlines.needs_tick(now_s)
             or self._sessions.store.needs_tick(now_s)
+            # Working sets need the time while requests wait, once pages were evicted.
+            or (
+                self._waiting.priorities.highest is not None
+                and now_s >= self._ticked_s + TICK_S
+                and any(r.working_set.is_on and r.memory.cache.num_evicted for r in self.ranks)
+            )
         )
 
     @property

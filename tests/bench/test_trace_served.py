@@ -319,7 +319,9 @@ def test_in_a_closed_loop_a_turn_comes_the_recorded_pause_after_the_answer():
     assert {kind: each["completed"] for kind, each in values["turns"].items()} == {
         "first": 2,
         "after a tool call": 1,
+        "all": 3,
     }
+    assert values["turns"]["all"]["max_ttft_s"] == values["turns"]["first"]["max_ttft_s"]
     assert values["turns"]["after a tool call"]["hit_rate"] == pytest.approx(512 / 610)
     assert "after a tool call" in served_text(values)
 

@@ -19,7 +19,9 @@ from sgl_jax.core.step_plan import RowIndex
 from sgl_jax.mem_cache.row_growth import pages_held_and_lacking
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor, common_prefix_len
 from sgl_jax.mem_cache.tree.radix_cache import RadixCache
-from sgl_jax.scheduler.admission.rank_capacity import RankCapacity
+from sgl_jax.mem_cache.tree.radix_tree import RadixTree
+from sgl_jax.mem_cache.tree_node import TreeNode
+from sgl_jax.scheduler.admission.rank_capacity import Option, RankCapacity
 from sgl_jax.scheduler.preemption import is_protected
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.ranks import Ranks
@@ -27,9 +29,16 @@ from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.scheduler import Scheduler
 from sgl_jax.scheduler.step_builder import StepBuilder
 from sgl_jax.scheduler.waiting.waiting_queue import WaitingQueue
+from sgl_jax.scheduler.working_set import HOLD_STEPS, MAX_HOLD_S, WorkingSet
 
 # Steps that a request may be due for: a rank is held for it, whose requests end in the meantime.
 MAX_STEPS_DUE = 1500
+
+
+class ThrashingSet(WorkingSet):
+    """Of a rank that always thrashes."""
+
+    is_thrashing = True
 
 
 class Liveness:
@@ -71,6 +80,16 @@ class Liveness:
             return has_begun
 
         scheduler._admission._fetches_for = fetched
+        holds_back = scheduler._admission._holds_back
+
+        def held(room: RankCapacity, request: Request, chosen: Option, step: int) -> bool:
+            room.rank.working_set._num_recent = None  # counted again, as after a tick
+            is_held = holds_back(room, request, chosen, step)
+            if is_held:
+                self._check_held(room.rank, request, step)
+            return is_held
+
+        scheduler._admission._holds_back = held
 
     def _with_tokens(self, builders: Sequence[StepBuilder]) -> set[tuple[str, int]]:
         """The waiting requests, and ranks whose step has prompt tokens for them."""
@@ -141,6 +160,10 @@ class Liveness:
                 self._check_fetch(request, reason.dp_rank)
             elif reason.kind == "store":
                 assert any(rank.host.awaits_store(request) for rank in scheduler.ranks)
+            elif reason.kind == "working_set":
+                assert any(len(rank.running) for rank in scheduler.ranks), "it is never tried again"
+                lines = scheduler._waiting._columns.lines
+                assert step < lines.held_until[request.line] <= step + HOLD_STEPS
             elif reason.kind == "rank":
                 # No longer than it takes to compute it and all that runs on another rank.
                 since = self._stayed_since.setdefault((request.rid, request.num_retractions), step)
@@ -193,6 +216,35 @@ class Liveness:
         theirs = rank.running.known_tokens(row)[: start + page_size].tolist()
         assert len(theirs) == start + page_size
         assert request.tokens[: start + page_size].tolist() == theirs
+
+    def _check_held(self, rank: RankScheduler, request: Request, step: int) -> None:
+        """A request that waits for the working set lacks most of its prompt, and pages that no
+        prefix used in the window holds; it has not waited too long, and others of its priority or
+        a higher one run, so that it is tried again."""
+        scheduler, memory, own = self.scheduler, rank.memory, rank.working_set
+        assert rank.host.tier is None
+        assert len(rank.running)
+        rows = rank.running.active.tolist()
+        assert all(rank.running.request(row).priority >= request.priority for row in rows)
+        assert request.rid not in {each.rid for each in due_of(scheduler._waiting)}
+        assert own.is_thrashing
+        num_lacking = len(request.tokens) - rank.reusable_len(
+            request, scheduler._waiting.cursors(request)[rank.dp_rank]
+        )
+        assert 2 * num_lacking > len(request.tokens)
+        now_s = scheduler._live.deadlines.now_s
+        assert now_s - request.held_since < MAX_HOLD_S
+        since = own._clocks[0][1]
+        in_use = pages_in_use(rank)
+        recent = {
+            page
+            for node in memory.cache.tree.nodes()
+            if not node.locks[0] and was_used(memory.cache.tree, node, since)
+            for page in node.values[0].tolist()
+        }
+        assert not recent & in_use
+        num_spare = memory.allocator.num_pages - 1 - len(in_use) - len(recent)
+        assert memory.request_pages(num_lacking) > num_spare
 
     def _check_fetch(self, request: Request, dp_rank: int | None) -> None:
         """A fetch in flight brings a part of the request's prefix that its rank lacked."""
@@ -271,6 +323,11 @@ def due_of(waiting: WaitingQueue) -> list[Request]:
 def rids_of(rank: RankScheduler) -> set[str]:
     """The ids of the requests that run on a rank."""
     return {rank.running.request(row).rid for row in rank.running.active.tolist()}
+
+
+def was_used(tree: RadixTree, node: TreeNode, since: int) -> bool:
+    """Whether `node` or one below it was used after `since`."""
+    return any(each.last_access > since for each in tree.nodes(node))
 
 
 def check_spared(builders: Sequence[StepBuilder]) -> None:

@@ -4,7 +4,8 @@ Hypothesis draws short runs and finds the shortest that fails; these are long, s
 requests become due, and caches turn over many times. All invariants of the machine hold after each
 step, liveness among them. A run is its seed: `python -m tests.scheduler.random_runs FIRST LAST`
 runs those seeds and prints what they met; `... FIRST LAST sessions` has conversations among the
-requests, and `... FIRST LAST glitches` has rows whose results are not finite.
+requests, `... FIRST LAST glitches` has rows whose results are not finite, and with `... FIRST LAST
+thrashing` each rank takes most evicted pages to return.
 """
 
 import random
@@ -13,6 +14,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 
+from tests.scheduler.liveness import ThrashingSet
 from tests.scheduler.setups import HOSTS, PRIORITIES, SHAPES, WINDOWS, Setup
 from tests.scheduler.test_state_machine import NAMESPACES, SchedulerMachine
 from tests.sessions.test_session_machine import MAX_SESSIONS, SessionMachine
@@ -85,6 +87,7 @@ def run(
     *,
     with_sessions: bool = False,
     with_glitches: bool = False,
+    is_thrashing: bool = False,
     num_steps: int = STEPS_PER_RUN,
 ) -> tuple[int, Counter[str]]:
     """One run to its end; the steps planned, and what was found waiting for what, and retracted."""
@@ -93,6 +96,9 @@ def run(
     machine.audit_interval = 16
     machine.start((draw_session_setup if with_sessions else draw_setup)(rng))
     machine.liveness.check_interval = 5
+    if is_thrashing:
+        for rank in machine.driver.scheduler.ranks:
+            rank.working_set = ThrashingSet(rank.memory, 30.0, is_on=rank.host.tier is None)
     load = rng.choice([0.05, 0.15, 0.4])  # how often requests come, against steps
     glitches = random.Random(seed)  # apart, so that all else is drawn as without them
     while len(machine.driver.plans) < num_steps:
@@ -126,13 +132,13 @@ def run(
     return len(machine.driver.plans), met
 
 
-def main(first: int, last: int, *, with_sessions: bool = False, with_glitches: bool = False) -> int:
+def main(first: int, last: int, **settings: bool) -> int:
     """Run the seeds from `first` to `last`; returns the steps planned."""
     started, total = time.monotonic(), 0
     met: Counter[str] = Counter()
     for seed in range(first, last + 1):
         try:
-            num_steps, more = run(seed, with_sessions=with_sessions, with_glitches=with_glitches)
+            num_steps, more = run(seed, **settings)
         except BaseException as error:
             error.add_note(f"seed {seed}")
             raise
@@ -151,4 +157,5 @@ if __name__ == "__main__":
         int(sys.argv[2]),
         with_sessions="sessions" in has,
         with_glitches="glitches" in has,
+        is_thrashing="thrashing" in has,
     )

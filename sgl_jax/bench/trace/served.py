@@ -35,6 +35,7 @@ from sgl_jax.scheduler.events import (
     ResultRead,
     TakeOutputs,
     TakeTransfers,
+    Tick,
     TransferEnded,
 )
 from sgl_jax.scheduler.scheduler import Scheduler
@@ -153,6 +154,8 @@ class _Replay:
     # -- arrivals ---------------------------------------------------------------------------
 
     def _submit_due(self) -> None:
+        if self._scheduler.needs_tick(self._now_s):
+            self._timed(self._scheduler.handle, Tick(self._now_s))
         while self._due and self._due[0][0] <= self._now_s:
             _, index = heapq.heappop(self._due)
             request = self._trace[index]

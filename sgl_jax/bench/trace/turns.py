@@ -33,19 +33,21 @@ def turn_kinds(trace: Sequence[TracedRequest]) -> list[str]:
 
 
 def turn_values(trace: Sequence[TracedRequest], logs: Sequence[Any]) -> dict[str, dict[str, Any]]:
-    """Return for each kind of turn: turns that arrived, those completed, the share of their prompts
-    found in the cache, and mean seconds to the first token. `logs` are `RequestLog`s."""
+    """Return for each kind of turn, and for all: turns that arrived, those completed, the share of
+    their prompts found in the cache, and mean seconds to the first token. `logs` are
+    `RequestLog`s."""
     kinds, values = np.array(turn_kinds(trace)), {}
     arrived = np.array([not np.isnan(log.arrival_s) for log in logs])
     completed = np.array([log.refusal is None and not np.isnan(log.end_s) for log in logs])
     prompts = np.array([request.input_len for request in trace])
     cached = np.array([log.cached_tokens for log in logs])
     first_s = np.array([log.first_token_s - log.arrival_s for log in logs])
-    for kind in TURN_KINDS:
-        done = completed & (kinds == kind)
+    for kind in (*TURN_KINDS, "all"):
+        is_kind = (kinds == kind) | (kind == "all")
+        done = completed & is_kind
         if done.any():
             values[kind] = {
-                "turns": int((arrived & (kinds == kind)).sum()),
+                "turns": int((arrived & is_kind).sum()),
                 "completed": int(done.sum()),
                 "hit_rate": float(cached[done].sum() / prompts[done].sum()),
                 "mean_ttft_s": float(first_s[done].mean()),

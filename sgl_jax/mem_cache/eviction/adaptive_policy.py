@@ -156,6 +156,7 @@ class AdaptivePolicy(EvictionPolicy):
         long. The return counts as (a / b) ** 3 of a use. A smaller fraction is too little for large
         caches; a larger fraction is too much for small caches.
         """
+        self.num_returned += len(pages.num_uses)
         share = (pages.left_at - pages.last_access + 1) / (now - pages.last_access + 1)
         returned = np.bincount(pages.num_uses, share * share * share, NUM_CLASSES)
         for num_uses, count in enumerate(returned.tolist()):

@@ -89,6 +89,8 @@ class EvictionPolicy:
     last call for it was `add`, not `discard`. `audit` verifies this invariant.
     """
 
+    num_returned = 0  # pages that were evicted and used again while remembered
+
     def __init__(self, num_classes: int = 1) -> None:
         """Create a queue by age for each class: each number of uses below `num_classes`."""
         self._queues: list[EvictionQueue[TreeNode]] = [EvictionQueue() for _ in range(num_classes)]

@@ -32,6 +32,7 @@ from sgl_jax.scheduler.tenants import MAX_TENANTS, Tenants
 from sgl_jax.scheduler.waiting.admission_order import Offer
 from sgl_jax.scheduler.waiting.wait_reason import WaitKind, WaitReason
 from sgl_jax.scheduler.waiting.waiting_queue import WaitingQueue
+from sgl_jax.scheduler.working_set import HOLD_STEPS
 
 # Limit of requests that begin to wait for a prefix in one step; after it, requests that would wait
 # for the same prefix are not tried. Also the limit of requests that begin to wait for a rank.
@@ -81,6 +82,8 @@ class Admission:
         assert highest is not None, "a request waits"
         threshold = self.args.priority_scheduling_preemption_threshold
         may_preempt = [_may_preempt(builder, highest - threshold) for builder in builders]
+        if not any(len(builder.rank.running) for builder in builders):
+            self._waiting.release_held()  # no step would come
         if not any(may_preempt) and not self._has_tokens(builders, highest, step):
             return
         forecast, records = ranks.forecast(), ranks.rooms()
@@ -137,7 +140,8 @@ class Admission:
         threshold = self.args.priority_scheduling_preemption_threshold
         preemptible = [room.preemptible for room in rooms] if offer.may_preempt.any() else []
         num_following = num_staying = num_failed = 0
-        candidates = self._waiting.candidates(offer, step, preemptible, threshold)
+        is_thrashing = any(room.rank.working_set.is_thrashing for room in rooms)
+        candidates = self._waiting.candidates(offer, step, preemptible, threshold, is_thrashing)
         for request, may_start in candidates:
             if not self._tenants.may_run(request.tenant):
                 continue
@@ -146,6 +150,9 @@ class Admission:
             if chosen is not None:
                 room = rooms[chosen.dp_rank]
                 if chosen.fits and chosen.leader is None:
+                    may_hold = is_thrashing or self._waiting.is_held(request, 0)
+                    if may_hold and self._holds_back(room, request, chosen, step):
+                        continue
                     if not self._fetches_for(room, request):
                         self._start(room, request)
                 else:
@@ -179,6 +186,22 @@ class Admission:
             room.rank.prompts.keep_branch(*chosen.leader)
         cursor = self._waiting.cursor(request, room.dp_rank)
         room.stay(room.rank.num_pages_needed(request, cursor))
+
+    def _holds_back(self, room: RankCapacity, request: Request, chosen: Option, step: int) -> bool:
+        """Delay `request` if it would evict the working set of a thrashing rank, unless the rank
+        runs nothing, or only requests of lower priorities, or the request is due."""
+        rank = room.rank
+        lowest = rank.running.priorities.lowest
+        is_held = (
+            self._waiting.uses_cached_len
+            and lowest is not None
+            and request.priority <= lowest
+            and not self._waiting.is_starved(request)
+            and rank.working_set.is_thrashing
+            and rank.working_set.holds(request, chosen.num_read)
+        )
+        self._waiting.hold_until(request, step + HOLD_STEPS if is_held else 0)
+        return is_held
 
     def _fetches_for(self, room: RankCapacity, request: Request) -> bool:
         """Defer `request` until its prefix is fetched, if the host has more of it than the device
@@ -270,6 +293,8 @@ class Admission:
             if leader_request is None:
                 return WaitReason("fetch", dp_rank=dp_rank)
             return WaitReason("prefix", behind=leader_request.rid)
+        if self._waiting.is_held(request, step):
+            return WaitReason("working_set")
         if self._waiting.is_staying(request, step):
             return WaitReason("rank", dp_rank=self._waiting.deferred_rank(request))
         with_row = [rank for rank in _allowed(ranks.ranks, request) if rank.has_row]

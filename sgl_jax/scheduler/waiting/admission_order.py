@@ -1,8 +1,9 @@
 """Orders waiting requests for admission, from their columns.
 
 The order is by priority; service of the tenant, if tenants have shares; too many passes over it;
-retraction, since retracted requests have output to lose; with `lpm`, the longest cached prefix; the
-least served tenant; with `lpm`, the reuse of its prefix by other waiting requests; and arrival.
+retraction, since retracted requests have output to lose; with `lpm`, the longest cached prefix, or
+while a rank thrashes (`working_set.py`) the fewest tokens to compute; the least served tenant; with
+`lpm`, the reuse of its prefix by other waiting requests; and arrival.
 """
 
 from collections.abc import Iterator, Sequence
@@ -73,7 +74,8 @@ class AdmissionOrder:
         max_skip_count: a request passed over by this many later requests is due.
     """
 
-    uses_cached_len = False  # whether the longest cached prefix comes first
+    uses_cached_len = False  # whether the longest cached prefix comes first, and
+    is_thrashing = False  # whether it is the fewest pages to compute instead
 
     def __init__(
         self,
@@ -258,7 +260,9 @@ class AdmissionOrder:
                 turn = turn * NUM_REUSES + reuse
         if num_levels > MOST_LEVELS:  # number the occurring levels
             level = np.unique(level, return_inverse=True)[1].astype(np.int64)
-        keys: Int64Array = order_keys(least, self.uses_cached_len, level, turn, is_starved, lines)
+        keys: Int64Array = order_keys(
+            least, self.uses_cached_len, self.is_thrashing, level, turn, is_starved, lines
+        )
         return keys
 
 

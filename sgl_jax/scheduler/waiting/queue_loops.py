@@ -19,7 +19,7 @@ MOST_ARRIVALS, MOST_TURNS, MOST_CACHED, MOST_LEVELS = (
 )
 LAST = np.iinfo(np.int64).max  # no order key
 # Indices in `COUNTED_KINDS`.
-_TENANT, _PREFIX, _FETCH, _STORE, _RANK, _STEP, _ORDER, _PAGES, _ROWS = range(9)
+_TENANT, _PREFIX, _FETCH, _STORE, _RANK, _SET, _STEP, _ORDER, _PAGES, _ROWS = range(10)
 # Degrees of reuse: pages that other requests would read, per page that a request computes.
 NUM_REUSES = 32
 _REUSE_PAGES = 4
@@ -167,6 +167,7 @@ def least_pages(
         deferred_rank = lines.stay_rank[line] if lines.stay_until[line] > step else _NO_RANK
         assert deferred_rank < len(rooms)
         is_blocked = lines.awaits_event[line] or lines.has_leader[line]
+        is_blocked |= lines.held_until[line] > step
         is_tried = lines.is_waiting[line] and not is_blocked
         if deferred_rank != _NO_RANK and not rooms[deferred_rank].is_open:
             is_tried = False
@@ -222,6 +223,7 @@ def has_short(
             continue
         is_long = need.tokens - lines.most_cached[line] * page_size > most  # on each rank
         is_blocked = lines.awaits_event[line] or lines.has_leader[line]
+        is_blocked |= lines.held_until[line] > step
         if is_blocked or (is_long and not has_open_tenant):
             continue
         assert 0 <= tenant < open_tenants.shape[1]
@@ -237,10 +239,13 @@ def has_short(
     return False
 
 
-@compiled("(int32[:, ::1], boolean, int64[::1], int32[::1], boolean[::1], lines)", lines=NO_LINES)
+@compiled(
+    "(int32[:, ::1], boolean, boolean, int64[::1], int32[::1], boolean[::1], lines)", lines=NO_LINES
+)
 def order_keys(
     least: Int32Array,
     uses_cached_len: bool,
+    is_thrashing: bool,
     level: Int64Array,
     turn: Int32Array,
     is_starved: BoolArray,
@@ -250,7 +255,8 @@ def order_keys(
 
     Args:
         least: int32[ranks, end], the pages that a line takes to start; `fits.NEVER` if it may not.
-        uses_cached_len: whether the longest cached prefix comes first.
+        uses_cached_len: whether the longest cached prefix comes first,
+        is_thrashing: or then the fewest pages to compute.
         level: int64[end], 0 for the first level.
         turn: int32[end], the place of a line's tenant.
         is_starved: bool[end].
@@ -270,7 +276,9 @@ def order_keys(
         key = min(level[line], MOST_LEVELS) << 1
         key = (key + (not is_starved[line])) << 1
         key = (key + (not lines.is_retracted[line])) << _CACHED_BITS
-        if uses_cached_len:
+        if uses_cached_len and is_thrashing:
+            key += min(lines.needs[line].pages - lines.most_cached[line], MOST_CACHED)
+        elif uses_cached_len:
             key += MOST_CACHED - min(lines.most_cached[line], MOST_CACHED)
         key = (key << _TURN_BITS) + min(turn[line], MOST_TURNS)
         num_before = min(lines.arrival[line] - first_arrival, MOST_ARRIVALS)
@@ -363,6 +371,8 @@ def count_kinds(
             kind = _FETCH if is_fetching[lines.leader[line, 0]] else _PREFIX
         elif lines.stay_until[line] > step:
             kind = _RANK
+        elif lines.held_until[line] > step:
+            kind = _SET
         else:
             kind = _ROWS
             for rank in range(len(has_row)):

@@ -8,6 +8,7 @@ WaitKind = Literal[
     "fetch",
     "store",
     "rank",
+    "working_set",
     "step",
     "order",
     "pages",
@@ -17,7 +18,7 @@ WaitKind = Literal[
     "paused",
 ]
 # The reasons that `count_kinds` counts, in its order: those of requests in the queue.
-COUNTED_KINDS: tuple[WaitKind, ...] = get_args(WaitKind)[:9]
+COUNTED_KINDS: tuple[WaitKind, ...] = get_args(WaitKind)[:10]
 
 
 class WaitReason(NamedTuple):
@@ -35,6 +36,7 @@ class WaitReason(NamedTuple):
       host memory of rank `dp_rank`;
     - "rank": it waits for room on rank `dp_rank`, which has more of its prefix than ranks with
       room;
+    - "working_set": it would evict prefixes used lately, while most evicted prefixes return;
     - "order": the rank is held for request `behind`, which was passed over too often;
     - "tenant": its tenant runs as many requests as allowed;
     - "grammar": its grammar is being compiled, or waits for that;
@@ -66,6 +68,7 @@ _WORDS = {
     "fetch": "a prefix that it will read is on its way from the host to rank {dp_rank}",
     "store": "its prefix is searched in the store, or on its way from there",
     "rank": "rank {dp_rank} has more of its prefix than the ranks with room",
+    "working_set": "it would evict prefixes that return soon",
     "order": "the rank is held for request {behind}",
     "tenant": "its tenant runs as many requests as allowed",
     "grammar": "its grammar is being compiled",

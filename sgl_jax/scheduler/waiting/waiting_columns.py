@@ -33,6 +33,8 @@ class Lines(NamedTuple):
     # ends.
     stay_rank: Int32Array
     stay_until: Int64Array
+    # The step from which a request is tried again that would evict the working set; else 0.
+    held_until: Int64Array
     no_turns: Int32Array  # zeros, by line, or by tenant if tenants have no shares
 
     @classmethod
@@ -56,6 +58,7 @@ class Lines(NamedTuple):
             awaits_event=np.zeros(capacity, np.bool_),
             stay_rank=np.full(capacity, NO_RANK, np.int32),
             stay_until=np.zeros(capacity, np.int64),
+            held_until=np.zeros(capacity, np.int64),
             no_turns=np.zeros(max(capacity, MAX_TENANTS + 1), np.int32),
         )
 

@@ -90,6 +90,11 @@ class WaitingQueue:
         """Set the order: fcfs or lpm."""
         self._order.uses_cached_len = policy == "lpm"
 
+    @property
+    def uses_cached_len(self) -> bool:
+        """Return whether requests start in the order of their cached prefixes."""
+        return self._order.uses_cached_len
+
     def __len__(self) -> int:
         return len(self._requests)
 
@@ -132,6 +137,7 @@ class WaitingQueue:
         lines.is_retracted[line] = request.num_retractions > 0
         lines.has_leader[line] = False
         lines.stay_rank[line], lines.stay_until[line] = NO_RANK, 0
+        lines.held_until[line] = 0
         lines.awaits_event[line] = self._awaits_event(request)
 
     def _note_need(self, request: Request, line: int) -> None:
@@ -180,7 +186,7 @@ class WaitingQueue:
             self.is_starved(request),
             num_free,
             self._max_skip_count,
-            lines.is_waiting,
+            lines.is_waiting & (lines.held_until == 0),
             lines.needs,
             lines.service,
             lines.arrival,
@@ -266,10 +272,27 @@ class WaitingQueue:
         """Return whether it still waits for that rank when `step` is planned."""
         return int(self._columns.lines.stay_until[request.line]) > step
 
+    def hold_until(self, request: Request, step: int) -> None:
+        """Try `request` again when `step` is planned; until then, none passes over it. 0: now."""
+        self._columns.lines.held_until[request.line] = step
+
+    def is_held(self, request: Request, step: int) -> bool:
+        """Return whether `hold_until` still delays it when `step` is planned."""
+        return int(self._columns.lines.held_until[request.line]) > step
+
     # -- all requests -------------------------------------------------------------------------
 
+    def release_held(self) -> None:
+        """Try the requests again that `hold_until` delays."""
+        self._columns.lines.held_until[: self._columns.end] = 0
+
     def candidates(
-        self, offer: Offer, step: int, preemptible: Sequence[Preemptible], threshold: int
+        self,
+        offer: Offer,
+        step: int,
+        preemptible: Sequence[Preemptible],
+        threshold: int,
+        is_thrashing: bool = False,
     ) -> Iterator[tuple[Request, bool]]:
         """Yield the requests that may start in this step, and due requests that may not, first to
         last, each with whether it may start.
@@ -279,10 +302,12 @@ class WaitingQueue:
             step: the step being planned.
             preemptible: the preemptible requests of each rank, if requests may preempt; else empty.
             threshold: number by which a request's priority must exceed a preempted request's.
+            is_thrashing: with `lpm`, whether the fewest tokens to compute come first.
         """
         self._take_moves()
         self._note_chances()
         self._drop_leaders(slice(self._columns.end))
+        self._order.is_thrashing = is_thrashing
         highest = self.priorities.highest or 0
         levels = Levels(highest, highest - (self.priorities.lowest or 0) + 1)
         for line, may_start in self._order.lines(offer, step, preemptible, threshold, levels):

@@ -66,6 +66,7 @@ def keys_of(arrivals: list[int], may_start: BoolArray | None = None) -> Int64Arr
     keys: Int64Array = order_keys(
         least,
         False,
+        False,
         np.zeros(count, np.int64),
         np.zeros(count, np.int32),
         np.zeros(count, np.bool_),
