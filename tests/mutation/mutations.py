@@ -3497,8 +3497,10 @@ MUTATIONS = (
     Mutation(
         "store: try requests before their prefix has arrived",
         _LINES,
-        "is_blocked = lines.awaits_event[line] or lines.has_leader[line]\n        is_tried",
-        "is_blocked = lines.has_leader[line]\n        is_tried",
+        "is_blocked = lines.awaits_event[line] or lines.has_leader[line]\n"
+        "        is_blocked |= lines.held_until[line] > step\n        is_tried",
+        "is_blocked = lines.has_leader[line]\n"
+        "        is_blocked |= lines.held_until[line] > step\n        is_tried",
     ),
     Mutation(
         "store: try requests no more after their prefix has arrived",

@@ -229,7 +229,7 @@ class Liveness:
         assert request.rid not in {each.rid for each in due_of(scheduler._waiting)}
         assert own.is_thrashing
         num_lacking = len(request.tokens) - rank.reusable_len(
-            request, scheduler._waiting.cursors(request)[rank.dp_rank]
+            request, scheduler._waiting.cursor(request, rank.dp_rank)
         )
         assert 2 * num_lacking > len(request.tokens)
         now_s = scheduler._live.deadlines.now_s
