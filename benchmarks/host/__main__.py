@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import benchmarks.host as host
 from benchmarks.host.memory import bench_allocator, bench_eviction, bench_tree
+from benchmarks.host.ranks import SHAPES, ranks_lines
 from benchmarks.host.serving import LOADS, serving_lines
 from benchmarks.host.steps import (
     DP_SIZE,
@@ -39,6 +40,9 @@ def main() -> None:
         print(busy_check_line(dp_size, 16, repeats), flush=True)
         print(background_audit_line(dp_size, 16, 2 * repeats), flush=True)
     print(recording_line(repeats), flush=True)
+    for shape in SHAPES:
+        for line in ranks_lines(*shape, repeats):
+            print(line, flush=True)
     for name in LOADS:
         for line in serving_lines(name, 2 * repeats):
             print(line, flush=True)

@@ -8,7 +8,7 @@ columns; other files decide their contents.
 from collections.abc import Sequence
 from itertools import accumulate
 from math import ceil
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -30,13 +30,6 @@ from sgl_jax.scheduler.tenants import Tenants
 # operations per byte of a TPU's peak rates are 166 on v5p, 240 on v5e, 312 on tpu7x, 560 on v6e. A
 # high value, since waiting requests also gain. No step is worth more prompt tokens than it takes.
 STEP_PRICE = 512
-
-
-class Outlook(NamedTuple):
-    """The ends and the growth of a rank's running requests."""
-
-    soonest_end: int | None  # steps until the first may end (`expected_steps_to_ends`), if any run
-    most_growth: int  # upper bound on pages that they may still take
 
 
 class Ranks:
@@ -129,21 +122,21 @@ class Ranks:
             rooms[dp_rank].num_running = len(rank.running)
         return rooms
 
-    def outlooks(self) -> list[Outlook]:
+    def outlooks(self) -> IntpArray:
+        """Return int64[ranks, 2]: the steps until the first running request of a rank may end
+        (`expected_steps_to_ends`), -1 if none runs, and an upper bound on the pages that they may
+        still take."""
         rows, bounds = self.active()
-        running = self.running
-        columns = _outlooks(
+        num_tables = len(self.memories[0].first_tables[0])
+        outlooks: IntpArray = _outlooks(
             rows,
             bounds,
-            running.records,
+            self.running.records,
             self.tables.kv_allocated_len,
             self.page_size,
+            num_tables,
         )
-        num_tables = len(self.memories[0].first_tables[0])
-        return [
-            Outlook(None if soonest < 0 else soonest, num_tables * most_growth)
-            for soonest, most_growth in columns.tolist()
-        ]
+        return outlooks
 
     def states(self) -> list[dict[str, Any]]:
         """Return the memory, load and counts of each rank, as JSON values.
@@ -181,15 +174,16 @@ class Ranks:
         return self.ranks[dp_rank], row
 
 
-@compiled("(int64[::1], int64[::1], row[::1], int32[::1], int64)", row=ROW)
+@compiled("(int64[::1], int64[::1], row[::1], int32[::1], int64, int64)", row=ROW)
 def _outlooks(
     rows: RowIndex,
     bounds: IntpArray,
     records: Records,
     allocated_len: Int32Array,
     page_size: int,
+    num_tables: int,
 ) -> IntpArray:
-    """Return each rank's `Outlook` with one page table, int64[ranks, 2]; -1 and 0 without rows."""
+    """Return `Ranks.outlooks` for rows with `num_tables` page tables."""
     outlooks = np.zeros((len(bounds) - 1, 2), np.int64)
     assert bounds[len(bounds) - 1] == len(rows)
     assert len(records) == len(allocated_len)
@@ -203,5 +197,5 @@ def _outlooks(
                 soonest = steps
             beyond = row.max_len - 1 - allocated_len[rows[i]]
             most_growth += max(beyond + page_size - 1, 0) // page_size
-        outlooks[rank, 0], outlooks[rank, 1] = soonest, most_growth
+        outlooks[rank, 0], outlooks[rank, 1] = soonest, num_tables * most_growth
     return outlooks

@@ -187,6 +187,11 @@ class Tenants:
         most = int(self._max_running[number])
         return not most or int(self._num_requests[number] - self._num_queued[number]) < most
 
+    @property
+    def num_numbers(self) -> int:
+        """Return the number above the greatest that any tenant ever had."""
+        return MAX_TENANTS + 1 - len(self._free)
+
     def step_weights(self) -> _Float64Array | None:
         """Return the weights by which tenants share the prompt tokens of a step, by number; None if
         shares do not count, or there is only one tenant."""

@@ -879,8 +879,8 @@ MUTATIONS = (
     Mutation(
         "evict sessions for a request that does not fit even so",
         _FITS,
-        "                option.fits = _pages_short(room, need, num_pages, chances, moments, each_page) <= 0",
-        "                option.fits = True",
+        "                num_pages -= option.in_use\n                option.fits =",
+        "                num_pages -= option.in_use\n                option.fits = True or",
     ),
     Mutation(
         "let idle sessions hold what they like",
@@ -2941,7 +2941,7 @@ MUTATIONS = (
     Mutation(
         "pressure: hold a rank on for a request that has started elsewhere",
         "sgl_jax/scheduler/admission/admission.py",
-        '            records["held_above"] = NO_FLOOR\n',
+        '            rooms.records["held_above"] = NO_FLOOR\n',
         "",
     ),
     Mutation(

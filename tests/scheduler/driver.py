@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from sgl_jax.core.engine_messages import FinishReason, OutputBatch, Reply, TokenLogprobs
 from sgl_jax.core.engine_sizes import FULL_ATTENTION, CacheGroup, EngineSizes
@@ -102,6 +103,17 @@ def make_sizes(
 def price_retracts_fully(scheduler: Scheduler) -> None:
     """Let no retract be worth the steps that it saves, so that each moment of forecasts counts."""
     scheduler._all_ranks._empty_rooms["step_price"] = 0
+
+
+def forecast_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let schedulers made from now on compute each step's forecast, however much memory is left."""
+    start = RankScheduler.__init__
+
+    def with_large_requests(rank: RankScheduler, *args: Any) -> None:
+        start(rank, *args)
+        rank.most_request_pages = 1 << 40
+
+    monkeypatch.setattr(RankScheduler, "__init__", with_large_requests)
 
 
 def forced_retract(interval: int) -> dict[str, Any]:

@@ -68,7 +68,9 @@ def in_order(driver: Driver) -> list[Request]:
     rooms = driver.scheduler._all_ranks.rooms()
     rooms["total"], rooms["is_open"] = 10_000, True
     may_preempt = np.zeros(len(rooms), np.bool_)
-    offer = Offer(rooms, may_preempt, np.zeros((len(rooms), 2), np.bool_), passed_by=[])
+    offer = Offer(
+        rooms, may_preempt, np.zeros((len(rooms), 2), np.bool_), passed_by=[], started_on=[]
+    )
     return [request for request, _ in driver.scheduler._waiting.candidates(offer, 0, [], 0)]
 
 

@@ -8,13 +8,16 @@ import pytest
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
 from sgl_jax.scheduler.admission.admission import Admission
-from sgl_jax.scheduler.admission.rank_capacity import RankCapacity
+from sgl_jax.scheduler.admission.rank_capacity import RankCapacities, RankCapacity
 from sgl_jax.scheduler.admission.rank_options import RankOptions
 from sgl_jax.scheduler.forecast.fits import NO_FLOOR, Rooms
 from sgl_jax.scheduler.preemption import Preemptible
+from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request, RequestState
+from sgl_jax.scheduler.step_builder import StepBuilder
 from sgl_jax.scheduler.waiting.admission_order import Offer
 from sgl_jax.scheduler.waiting.wait_reason import WaitReason
+from sgl_jax.scheduler.waiting.waiting_queue import WaitingQueue
 from tests.scheduler.driver import Driver, generate, make_sizes, price_retracts_fully
 from tests.scheduler.liveness import due_of
 
@@ -335,13 +338,15 @@ def test_prompts_as_important_as_a_request_come_before_it_in_a_step(
     ask(driver, "long", 18, priority=50)
     driver.step()
     left: list[int] = []
-    look = RankCapacity._look
+    begin = RankCapacities.__init__
 
-    def watched(room: RankCapacity) -> None:
-        look(room)
-        left.extend(room._builder.num_tokens_left(priority, 0, 29) for priority in (0, 49, 50, 51))
+    def watched(
+        rooms: RankCapacities, ranks: Ranks, builders: list[StepBuilder], waiting: WaitingQueue
+    ) -> None:
+        begin(rooms, ranks, builders, waiting)
+        left.extend(builders[0].num_tokens_left(priority, 0, 29) for priority in (0, 49, 50, 51))
 
-    monkeypatch.setattr(RankCapacity, "_look", watched)
+    monkeypatch.setattr(RankCapacities, "__init__", watched)
     ask(driver, "as important", 8, priority=50)  # too long for the part of short prompts
     driver.step()
     assert left == [0, 0, 0, 16]
@@ -478,7 +483,7 @@ def test_after_a_preemption_no_rank_is_held_until_its_due_request_is_tried_again
 
     def start_some(
         self: Admission,
-        rooms: list[RankCapacity],
+        rooms: RankCapacities,
         options: RankOptions,
         offer: Offer,
         step: int,

@@ -25,10 +25,9 @@ from sgl_jax.core.messages import (
 )
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.mem_cache.eviction.shadow_caches import ShadowCaches
-from sgl_jax.scheduler.admission.rank_capacity import RankCapacity
 from sgl_jax.scheduler.events import PlanStep, ResultRead, TakeOutputs
 from sgl_jax.scheduler.scheduler import Scheduler
-from tests.scheduler.driver import generate, make_sizes
+from tests.scheduler.driver import forecast_always, generate, make_sizes
 
 PACKAGE = str(Path(sgl_jax.__file__).parent)
 FEW, MANY = 40, 500
@@ -217,7 +216,7 @@ def test_each_of_many_evicted_sessions_costs_the_same(
 ) -> None:
     """However many are evicted for one request, and however many stay."""
     # The memory of many is ample, which saves the forecast of a reserve.
-    monkeypatch.setattr(RankCapacity, "_is_ample", lambda self, num_left: False)
+    forecast_always(monkeypatch)
     costs = {}
     for num_idle in (FEW, MANY):
         engine = Engine(num_idle, num_free=2, disable_radix_cache=not radix)

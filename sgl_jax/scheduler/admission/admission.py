@@ -18,17 +18,21 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from sgl_jax.core.scheduler_args import SchedulerArgs
+from sgl_jax.core.step_plan import BoolArray
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import release_idle_lease
-from sgl_jax.scheduler.admission.in_flight import InFlight
-from sgl_jax.scheduler.admission.rank_capacity import Option, RankCapacity
+from sgl_jax.scheduler.admission.rank_capacity import (
+    Option,
+    RankCapacities,
+    RankCapacity,
+)
 from sgl_jax.scheduler.admission.rank_options import RankOptions
 from sgl_jax.scheduler.forecast.fits import NO_FLOOR, NO_LIMIT, NO_RANK, Rooms
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.step_builder import StepBuilder
-from sgl_jax.scheduler.tenants import MAX_TENANTS, Tenants
+from sgl_jax.scheduler.tenants import Tenants
 from sgl_jax.scheduler.waiting.admission_order import Offer
 from sgl_jax.scheduler.waiting.wait_reason import WaitKind, WaitReason
 from sgl_jax.scheduler.waiting.waiting_queue import WaitingQueue
@@ -86,31 +90,23 @@ class Admission:
             self._waiting.release_held()  # no step would come
         if not any(may_preempt) and not self._has_tokens(builders, highest, step):
             return
-        forecast, records = ranks.forecast(), ranks.rooms()
-        in_flight = InFlight(builders, ranks.running.tokens)
-        rooms = [
-            RankCapacity(builder, self._waiting, in_flight, forecast, records, outlook)
-            for builder, outlook in zip(builders, ranks.outlooks(), strict=True)
-        ]
-        is_counted = np.array([room.is_counted for room in rooms])
-        if is_counted.any():
-            forecast.add(*ranks.active(), is_counted)
-            for dp_rank in is_counted.nonzero()[0].tolist():
-                rooms[dp_rank].take_forecast()
+        rooms = RankCapacities(ranks, builders, self._waiting)
+        num_tenants = self._tenants.num_numbers
         self._holds = {r: k for r, k in self._holds.items() if self._waiting.find_due(r)}
         offer = Offer(
-            records,
+            rooms.records,
             np.array(may_preempt),
-            open_tenants=np.zeros((len(rooms), MAX_TENANTS + 1), np.bool_),
+            open_tenants=np.zeros((len(rooms), num_tenants), np.bool_),
             passed_by=[],
+            started_on=[],
         )
-        options = RankOptions(rooms, in_flight, self._waiting)
+        options = RankOptions(rooms, self._waiting)
         is_changed = True
         while is_changed:
             # A request for which a rank was held may start on another rank now.
-            records["held_above"] = NO_FLOOR
-            for each in rooms:
-                offer.open_tenants[each.dp_rank] = each.open_tenants
+            rooms.records["held_above"] = NO_FLOOR
+            for dp_rank, builder in enumerate(builders):
+                _note_open_tenants(offer, dp_rank, builder.open_tenants)
             is_changed = self._start_some(rooms, options, offer, step)
 
     def _has_tokens(self, builders: Sequence[StepBuilder], highest: int, step: int) -> bool:
@@ -124,23 +120,23 @@ class Admission:
                 limited.append(builder)
         if not limited:
             return False
-        open_tenants = np.zeros((len(limited), MAX_TENANTS + 1), np.bool_)
+        open_tenants = np.zeros((len(limited), self._tenants.num_numbers), np.bool_)
         for k, builder in enumerate(limited):
             if builder.open_tenants is not None:
-                open_tenants[k] = builder.open_tenants
+                open_tenants[k] = builder.open_tenants[: open_tenants.shape[1]]
         ranks = np.array([builder.rank.dp_rank for builder in limited])
         most_tokens = np.array([builder.most_tokens for builder in limited])
         return self._waiting.has_short(ranks, most_tokens, open_tenants, step)
 
     def _start_some(
-        self, rooms: list[RankCapacity], options: RankOptions, offer: Offer, step: int
+        self, rooms: RankCapacities, options: RankOptions, offer: Offer, step: int
     ) -> bool:
         """Start requests in the queue's order, up to the first that preempted others. Return
         whether to try the rest again."""
         threshold = self.args.priority_scheduling_preemption_threshold
         preemptible = [room.preemptible for room in rooms] if offer.may_preempt.any() else []
-        num_following = num_staying = num_failed = 0
-        is_thrashing = any(room.rank.working_set.is_thrashing for room in rooms)
+        num_following, num_staying, num_failed, is_open = 0, 0, 0, offer.rooms["is_open"]
+        is_thrashing = rooms.is_thrashing
         candidates = self._waiting.candidates(offer, step, preemptible, threshold, is_thrashing)
         for request, may_start in candidates:
             if not self._tenants.may_run(request.tenant):
@@ -155,6 +151,7 @@ class Admission:
                         continue
                     if not self._fetches_for(room, request):
                         self._start(room, request)
+                        offer.started_on.append(room.dp_rank)
                 else:
                     self._defer(room, request, chosen)
                     num_staying += chosen.leader is None
@@ -170,12 +167,12 @@ class Admission:
                     offer.may_preempt[:] = False
                     return True
             if room is not None:
-                offer.open_tenants[room.dp_rank] = room.open_tenants
+                _note_open_tenants(offer, room.dp_rank, room.open_tenants)
             if self._waiting.is_following(request):
                 num_following += 1
                 if num_following >= MAX_DEFERRED:
                     offer.passed_by.append(request.line)
-            if num_staying == MAX_DEFERRED or not (preemptible or offer.rooms["is_open"].any()):
+            if num_staying == MAX_DEFERRED or not (preemptible or is_open.any()):
                 break
         return False
 
@@ -216,7 +213,7 @@ class Admission:
     # -- requests that do not fit -------------------------------------------------------------
 
     def _preempt_for(
-        self, rooms: list[RankCapacity], options: RankOptions, request: Request, threshold: int
+        self, rooms: RankCapacities, options: RankOptions, request: Request, threshold: int
     ) -> bool:
         """Retract running requests for a request of higher priority, and start it. Return False,
         retracting nothing, if it would still fit nowhere, or if a prefix of it is in flight. Among
@@ -242,9 +239,7 @@ class Admission:
         self._start(room, request)
         return True
 
-    def _hold_for(
-        self, rooms: list[RankCapacity], request: Request, step: int
-    ) -> RankCapacity | None:
+    def _hold_for(self, rooms: RankCapacities, request: Request, step: int) -> RankCapacity | None:
         """Hold a rank for a due request and return its room; None if it is held for another."""
         hold = self._holds.get(request.rid)
         if hold is None:
@@ -344,7 +339,7 @@ class Admission:
 
     def _choose(
         self,
-        rooms: list[RankCapacity],
+        rooms: RankCapacities,
         options: RankOptions,
         offer: Offer,
         request: Request,
@@ -390,6 +385,12 @@ def _may_preempt(builder: StepBuilder, below: int) -> bool:
     """Return whether a request with a priority below `below` runs there and may be preempted."""
     lowest = builder.rank.running.priorities.lowest
     return builder.can_admit and lowest is not None and lowest < below
+
+
+def _note_open_tenants(offer: Offer, dp_rank: int, open_tenants: BoolArray | None) -> None:
+    """Record on which tenants a rank has no limit, bool[tenants]; None if it has one on all."""
+    by_number = offer.open_tenants[dp_rank]
+    by_number[:] = False if open_tenants is None else open_tenants[: len(by_number)]
 
 
 def _allowed(ranks: Sequence[_T], request: Request) -> Sequence[_T]:

@@ -104,16 +104,13 @@ class InFlight:
 
     def _add(self, dp_rank: int, rows: Sequence[int]) -> None:
         self._on_rank[dp_rank].add(rows)
-        memory = self._builders[dp_rank].rank.memory
-        end = self._num_rows + len(rows)
-        while end > len(self._rows):
-            self._rows = np.concatenate([self._rows, self._rows])
-        listed = self._rows[self._num_rows : end]
-        listed[:, 0] = dp_rank
-        listed[:, 1] = rows
-        listed[:, 2] = memory.rows.cache_protected_len[listed[:, 1]]
-        listed[:, 1] += memory.rows.first_row
-        self._num_rows = end
+        tables = self._builders[dp_rank].rank.memory.rows
+        for row in rows:
+            if self._num_rows == len(self._rows):
+                self._rows = np.concatenate([self._rows, self._rows])
+            published = tables.cache_protected_len.item(row)
+            self._rows[self._num_rows] = dp_rank, tables.first_row + row, published
+            self._num_rows += 1
 
 
 class RankInFlight:

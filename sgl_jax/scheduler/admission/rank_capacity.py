@@ -20,12 +20,13 @@ from sgl_jax.scheduler.forecast.fits import (
     steps_to_room,
     write_ample,
     write_load,
+    write_loads,
 )
 from sgl_jax.scheduler.forecast.forecast import Forecast
 from sgl_jax.scheduler.forecast.output_lengths import MOMENTS
 from sgl_jax.scheduler.preemption import Preemptible, Preemption
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
-from sgl_jax.scheduler.ranks import Outlook
+from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.step_builder import StepBuilder
 from sgl_jax.scheduler.waiting.waiting_queue import WaitingQueue
@@ -43,6 +44,66 @@ class Option(NamedTuple):
     leader: Leader | None = None  # computes a part of the request's prefix
 
 
+class RankCapacities(Sequence["RankCapacity"]):
+    """The capacities of all ranks in the step of `builders`. Most ranks need no more than their
+    records: the capacity of a rank is made when it is first read."""
+
+    def __init__(
+        self, ranks: Ranks, builders: Sequence[StepBuilder], waiting: WaitingQueue
+    ) -> None:
+        self.records = ranks.rooms()  # ROOM[ranks]
+        self.in_flight = InFlight(builders, ranks.running.tokens)
+        self._builders, self._waiting = builders, waiting
+        self._forecast = ranks.forecast()
+        self._made: dict[int, RankCapacity] = {}
+        self._outlooks = ranks.outlooks()
+        loads = np.array([_load(builder) for builder in builders])
+        enough = builders[0].rank.most_request_pages
+        self._is_counted = write_loads(self.records, loads, self._outlooks, enough)
+        if self._is_counted.any():
+            self._forecast.add(*ranks.active(), self._is_counted)
+            for dp_rank in self._is_counted.nonzero()[0].tolist():
+                self._forecast.write(dp_rank, self.records[dp_rank : dp_rank + 1])
+
+    def __len__(self) -> int:
+        return len(self._builders)
+
+    @property
+    def is_thrashing(self) -> bool:
+        """Return whether most evicted prefixes return on some rank (`working_set.py`)."""
+        return any(builder.rank.working_set.is_thrashing for builder in self._builders)
+
+    def __getitem__(self, dp_rank: int) -> "RankCapacity":  # type: ignore[override]
+        made = self._made.get(dp_rank)
+        if made is None:
+            if not 0 <= dp_rank < len(self):
+                raise IndexError(f"there are {len(self)} ranks, not one {dp_rank}")
+            made = self._made[dp_rank] = RankCapacity(
+                self._builders[dp_rank],
+                self._waiting,
+                self.in_flight,
+                self._forecast,
+                self.records,
+                self._outlooks[dp_rank].tolist(),
+                bool(self._is_counted[dp_rank]),
+            )
+        return made
+
+
+def _load(builder: StepBuilder) -> tuple[int, int, bool, bool, int, int, int]:
+    """Return the row of a rank in the argument `loads` of `write_loads`."""
+    rank = builder.rank
+    return (
+        len(rank.running),
+        builder.num_prefill_tokens,
+        rank.has_row,
+        builder.can_admit,
+        builder.priority_floor,
+        builder.most_tokens,
+        rank.memory.num_reclaimable_pages,
+    )
+
+
 class RankCapacity:
     """The capacity of one rank in the step being planned.
 
@@ -50,9 +111,10 @@ class RankCapacity:
         builder: the rank's part of the step.
         waiting: the queue.
         in_flight: the prompts in flight of all ranks.
-        forecast: the forecast of the ranks' needs, still without requests.
+        forecast: the forecast of the ranks' needs.
         rooms: ROOM[ranks]; this rank's record is kept up to date.
-        outlook: the ends and growth of the rank's running requests.
+        outlook: the rank's part of `Ranks.outlooks`.
+        is_counted: whether the forecast has the rank's requests.
     """
 
     def __init__(
@@ -62,10 +124,12 @@ class RankCapacity:
         in_flight: InFlight,
         forecast: Forecast,
         rooms: Rooms,
-        outlook: Outlook,
+        outlook: Sequence[int],
+        is_counted: bool,
     ) -> None:
         self.rank: RankScheduler = builder.rank
         self.dp_rank = builder.rank.dp_rank
+        self.num_running = len(self.rank.running)
         self.num_staying = 0  # requests that wait for room here though other ranks have it
         self._staying_pages = 0  # that these take
         self.in_flight = in_flight
@@ -74,20 +138,15 @@ class RankCapacity:
         self._forecast = forecast
         self._rooms = rooms
         self.chunk_size = builder.chunk_size
-        self._soonest_end = outlook.soonest_end
-        self._most_growth = outlook.most_growth  # upper bound
+        soonest_end, self._most_growth = outlook  # upper bound
+        self._soonest_end = None if soonest_end < 0 else soonest_end
         self._num_total = self.rank.memory.allocator.num_pages - 1
-        self._peak = 0.0  # of the forecast
         self._enough = self.rank.most_request_pages
         self._started: list[int] = []  # rows
         # Computed when they are first read.
         self._sorted_ends: Int32Array | None = None
         self._preemptible: Preemptible | None = None
-        self._look()
-        num_left = self.rank.memory.num_reclaimable_pages
-        self.is_counted = not self._is_ample(num_left)  # whether the forecast has the requests
-        if not self.is_counted:
-            self._write_ample(num_left)
+        self.is_counted = is_counted
 
     def _look(self) -> None:
         """Compute the rank's load, which changes only as requests start here."""
@@ -113,7 +172,7 @@ class RankCapacity:
         if not self.is_counted:
             self._forecast.recount(self.dp_rank, self.rank.running.active)
             self.is_counted = True
-        self.take_forecast()
+        self._forecast.write(self.dp_rank, self._rooms[self.dp_rank : self.dp_rank + 1])
 
     def _is_ample(self, num_left: int) -> bool:
         """Return whether any request fits `num_left` pages even after the greatest growth of the
@@ -121,14 +180,7 @@ class RankCapacity:
         return num_left - self._most_growth >= self._enough
 
     def _write_ample(self, num_left: int) -> None:
-        num_in_use = self._num_total - num_left
-        self._peak = float(num_in_use)
-        write_ample(self._rooms, self.dp_rank, num_in_use, self._most_growth)
-
-    def take_forecast(self) -> None:
-        """Compute the rank's pages, now that its requests are in the forecast."""
-        own = self._rooms[self.dp_rank : self.dp_rank + 1]
-        self._peak = self._forecast.write(self.dp_rank, own)
+        write_ample(self._rooms, self.dp_rank, self._num_total - num_left, self._most_growth)
 
     @property
     def num_free(self) -> int:
@@ -140,10 +192,9 @@ class RankCapacity:
         return self._waiting.pages_short(request, self._rooms, self.dp_rank, num_pages)
 
     @property
-    def open_tenants(self) -> BoolArray | bool:
-        """Return whether a tenant's next prompt gets tokens at any length, by number or for all."""
-        open_tenants = self._builder.open_tenants
-        return False if open_tenants is None else open_tenants
+    def open_tenants(self) -> BoolArray | None:
+        """Return, by number, the tenants with a next prompt that gets tokens at any length."""
+        return self._builder.open_tenants
 
     def after_wait(self, request: Request, option: Option) -> Option:
         """Return the cost of running a request here once it has room. In `option`, it does not fit
@@ -158,7 +209,8 @@ class RankCapacity:
         cost = option.cost
         if not self.rank.has_row or short > 0:
             cost += self.chunk_size * self._steps_to_room(num_pages)
-        is_full = self._peak + num_pages > FULL_PART * self._num_total
+        room = self._rooms[self.dp_rank]
+        is_full = bool(room.pages[room.peak] + num_pages > FULL_PART * self._num_total)
         return option._replace(cost=cost, is_full=is_full)
 
     def fetch(self, request: Request, cursor: PrefixCursor) -> tuple[int, int] | None:

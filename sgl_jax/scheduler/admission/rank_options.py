@@ -1,14 +1,14 @@
 """The options of a waiting request on all ranks: where it fits, and what that costs."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
 from sgl_jax.core.compiled import compiled
 from sgl_jax.core.step_plan import Int32Array, IntpArray
 from sgl_jax.mem_cache.rank_memory import RankMemory
-from sgl_jax.scheduler.admission.in_flight import InFlight, Leader
-from sgl_jax.scheduler.admission.rank_capacity import Option, RankCapacity
+from sgl_jax.scheduler.admission.in_flight import Leader
+from sgl_jax.scheduler.admission.rank_capacity import Option, RankCapacities
 from sgl_jax.scheduler.forecast.fits import OPTION, Options
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.waiting.admission_order import Offer
@@ -23,14 +23,11 @@ class RankOptions:
 
     Args:
         rooms: the capacities of all ranks.
-        in_flight: their prompts in flight.
         waiting: the queue.
     """
 
-    def __init__(
-        self, rooms: Sequence[RankCapacity], in_flight: InFlight, waiting: WaitingQueue
-    ) -> None:
-        self._rooms, self._in_flight, self._waiting = rooms, in_flight, waiting
+    def __init__(self, rooms: RankCapacities, waiting: WaitingQueue) -> None:
+        self._rooms, self._in_flight, self._waiting = rooms, rooms.in_flight, waiting
         self._step_tokens = rooms[0].chunk_size
         self._has_host_memory = rooms[0].rank.host.tier is not None
         self._page_size = rooms[0].rank.memory.page_size

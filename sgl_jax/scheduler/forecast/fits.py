@@ -145,6 +145,40 @@ def write_ample(rooms: Rooms, dp_rank: int, num_in_use: int, most_growth: int) -
         room.pages[j] = num_in_use
 
 
+@compiled("(rooms[::1], int64[:, ::1], int64[:, ::1], int64)", rooms=ROOM)
+def write_loads(rooms: Rooms, loads: IntpArray, outlooks: IntpArray, enough: int) -> BoolArray:
+    """Write the capacity of all ranks but for the pages of those that need a forecast. Return which
+    these are, bool[ranks]: a request of `enough` pages may not fit after the greatest growth.
+
+    Args:
+        loads: int64[ranks, 7], the arguments of `write_load`, and the pages left: those that no
+            running request holds.
+        outlooks: the result of `Ranks.outlooks`.
+    """
+    is_counted = np.zeros(len(rooms), np.bool_)
+    assert len(loads) == len(outlooks) == len(rooms)
+    assert loads.shape[1] == 7
+    for k in range(len(rooms)):
+        num_running, num_ahead, has_row, can_admit, floor, most_tokens, num_left = loads[k]
+        soonest_end, most_growth = outlooks[k]
+        soonest_end = 1 if soonest_end < 0 else soonest_end
+        write_load(
+            rooms,
+            k,
+            num_running,
+            num_ahead,
+            has_row > 0,
+            soonest_end,
+            can_admit > 0,
+            floor,
+            most_tokens,
+        )
+        is_counted[k] = num_left - most_growth < enough
+        if not is_counted[k]:
+            write_ample(rooms, k, rooms[k].total - num_left, most_growth)
+    return is_counted
+
+
 @compiled("(int64, int64, int64, int64, boolean)")
 def _has_tokens(
     priority: int, num_tokens: int, floor: int, most_tokens: int, is_open_tenant: bool
@@ -317,10 +351,9 @@ def _try_ranks(
             # Usually there are enough pages, however much of its prefix is in use.
             each_page = _steps_per_page(room)
             option.fits = _pages_short(room, need, num_pages, chances, moments, each_page) <= 0
-            if not option.fits and option.in_use < 0:
-                option.is_uncounted = True
-                num_uncounted += 1
-            elif not option.fits and option.in_use > 0:
+            option.is_uncounted = not option.fits and option.in_use < 0
+            num_uncounted += option.is_uncounted
+            if not option.fits and option.in_use > 0:
                 num_pages -= option.in_use
                 option.fits = _pages_short(room, need, num_pages, chances, moments, each_page) <= 0
         num_skewed = max(room.num_running - num_unskewed, 0)

@@ -110,9 +110,9 @@ class Forecast:
         bounds = np.array((0, len(joint)))
         self.add(joint, bounds, _ALL_OF_ONE, slice(dp_rank, dp_rank + 1))
 
-    def write(self, dp_rank: int, room: Rooms) -> float:
-        """Write the forecast of a rank to `room`, ROOM[1]; return its pages at the peak."""
-        return _write(self._needs[dp_rank : dp_rank + 1], self._num_in_use(dp_rank), room)
+    def write(self, dp_rank: int, room: Rooms) -> None:
+        """Write the forecast of a rank to `room`, ROOM[1]."""
+        _write(self._needs[dp_rank : dp_rank + 1], self._num_in_use(dp_rank), room)
 
     def write_for(self, dp_rank: int, rows: RowIndex, num_freed: int, room: Rooms) -> None:
         """Write the forecast of a rank to `room`, ROOM[1], as if only the requests in `rows` ran
@@ -245,10 +245,9 @@ def _add_rows(
 
 
 @compiled("(needs[::1], int64, rooms[::1])", needs=_NEEDS, rooms=ROOM)
-def _write(needs: _Records, num_in_use: int, rooms: Rooms) -> float:
-    """Write a rank's forecast to its room; return its pages at the peak. `needs` and `rooms` have
-    only the record of the rank; `num_in_use` is the number of distinct pages that its requests
-    list."""
+def _write(needs: _Records, num_in_use: int, rooms: Rooms) -> None:
+    """Write a rank's forecast to its room. `needs` and `rooms` have only the record of the rank;
+    `num_in_use` is the number of distinct pages that its requests list."""
     assert len(needs) == len(rooms) == 1
     need, room = needs[0], rooms[0]
     # The last reader of a shared page frees it: each reader counts a part of it.
@@ -268,4 +267,3 @@ def _write(needs: _Records, num_in_use: int, rooms: Rooms) -> float:
         if room.pages[j] > room.pages[peak]:
             peak = j
     room.num_in_use, room.peak = num_in_use, peak
-    return float(room.pages[peak])

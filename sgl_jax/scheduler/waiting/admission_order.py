@@ -54,6 +54,7 @@ class Offer(NamedTuple):
     open_tenants: BoolArray
     # Lines that wait for a prefix: further lines that would wait for it are not tried.
     passed_by: list[int]
+    started_on: list[int]  # ranks where the last line that was tried has started
 
 
 class Levels(NamedTuple):
@@ -167,10 +168,10 @@ class AdmissionOrder:
                 if found == MAY_HOLD:
                     yield line, False
                     continue
-                num_running = offer.rooms["num_running"].copy()
                 yield line, True
                 # A start puts its prefix in use, and may split nodes of the tree.
-                for k in (offer.rooms["num_running"] != num_running)[ranks].nonzero()[0]:
+                while offer.started_on:
+                    k = int(ranks.searchsorted(offer.started_on.pop()))
                     in_use[k] = -1
                     in_use_at[k].clear()
                 while offer.passed_by:

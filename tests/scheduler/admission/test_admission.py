@@ -9,7 +9,13 @@ from sgl_jax.scheduler.admission.admission import Hold
 from sgl_jax.scheduler.admission.rank_capacity import RankCapacity
 from sgl_jax.scheduler.forecast.fits import MAX_SKEW_REQUESTS
 from sgl_jax.scheduler.request import Request
-from tests.scheduler.driver import Driver, generate, make_sizes, price_retracts_fully
+from tests.scheduler.driver import (
+    Driver,
+    forecast_always,
+    generate,
+    make_sizes,
+    price_retracts_fully,
+)
 from tests.scheduler.liveness import due_of
 from tests.sessions.test_sessions import talk
 
@@ -445,7 +451,7 @@ def test_a_rank_with_room_for_all_is_forecast_as_soon_as_it_has_not(
     started = []
     for is_always in (False, True):
         if is_always:
-            monkeypatch.setattr(RankCapacity, "_is_ample", lambda self, num_left: False)
+            forecast_always(monkeypatch)
         driver = make_driver(
             dp_size=1,
             num_pages=201,

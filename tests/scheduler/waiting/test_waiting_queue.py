@@ -80,7 +80,7 @@ class Queue:
         is_open = range(count) if open_ranks is None else open_ranks
         rooms["is_open"] = np.isin(np.arange(count), is_open)
         open_tenants = np.zeros((count, MAX_TENANTS + 1), np.bool_)
-        return Offer(rooms, np.zeros(count, np.bool_), open_tenants, passed_by=[])
+        return Offer(rooms, np.zeros(count, np.bool_), open_tenants, passed_by=[], started_on=[])
 
     def tried(self, offer: Offer) -> Iterator[Request]:
         return (request for request, _ in self.waiting.candidates(offer, 0, [], 0))
@@ -307,7 +307,7 @@ def test_what_a_start_brings_into_use_counts_for_those_behind_it() -> None:
     assert first.arrival == 1
     queue.memories[0].open_lease(np.array(STEM[:16], np.int32))
     queue.waiting.started(first, 0, PLENTY)  # the node is split, and the place of the rest unused
-    offer.rooms["num_running"][0] += 1
+    offer.started_on.append(0)
     leave(offer, 2)
     assert [request.arrival for request in tried] == [2]
 
