@@ -165,3 +165,23 @@ def test_few_snapshots_and_long_pages_are_warned_of():
     (text,) = warnings(8, page_size=128)
     assert "no prompt below 128 tokens" in text
     assert warnings(1, page_size=128, disable_radix_cache=True) == []
+
+
+@pytest.mark.parametrize(
+    ("args", "model", "expected"),
+    [
+        ({"num_decode_steps": "8"}, "llama-3.1-8b", 8),
+        ({"num_decode_steps": "8", "warmup": "none"}, "llama-3.1-8b", 8),
+        ({"num_decode_steps": "auto"}, "llama-3.1-8b", 16),
+        ({}, "llama-3.1-8b", 1),
+        # No program would be there without a wait for it.
+        ({"num_decode_steps": "auto", "warmup": "none"}, "llama-3.1-8b", 1),
+        ({"num_decode_steps": "8", "speculative_algorithm": "NGRAM"}, "llama-3.1-8b", 1),
+        ({"num_decode_steps": "8", "nnodes": 2, "dp_size": 2}, "llama-3.1-8b", 1),
+        ({"num_decode_steps": "8"}, "qwen3-next-80b-a3b", 1),
+    ],
+    ids=str,
+)
+def test_a_launch_has_several_decode_steps_only_where_it_may(args, model, expected):
+    config = EngineConfig.resolve(ServerArgs(**args), read_config(model), "tpu")
+    assert config.max_decode_steps == config.sizes((100, 100)).max_decode_steps == expected

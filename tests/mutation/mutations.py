@@ -45,6 +45,7 @@ _RUNNING = "sgl_jax/scheduler/running_rows.py"
 _RUNNABLE = "sgl_jax/scheduler/runnable.py"
 _DRAFTS = "sgl_jax/scheduler/draft_policy.py"
 _KEPT = "sgl_jax/scheduler/kept_states.py"
+_STEPS = "sgl_jax/scheduler/decode_steps.py"
 _COMMIT = "sgl_jax/scheduler/apply_result.py"
 _SCHEDULER = "sgl_jax/scheduler/scheduler.py"
 _NON_FINITE = "sgl_jax/scheduler/non_finite.py"
@@ -3925,5 +3926,83 @@ MUTATIONS = (
         "sgl_jax/scheduler/step_builder.py",
         "        if self.priority_floor < floor:\n",
         "        if False:\n",
+    ),
+    Mutation(
+        "steps: let a row with a grammar take several",
+        _STEPS,
+        "    if running.has_grammar[rows].any():\n        return None\n",
+        "",
+    ),
+    Mutation(
+        "steps: take several next to a chunk of a prompt",
+        _STEPS,
+        "    if any(builder.chunks for builder in builders):\n        return None\n",
+        "",
+    ),
+    Mutation(
+        "steps: take several while a request waits",
+        _SCHEDULER,
+        "        if self._num_decode_steps > 1 and self._waiting.priorities.highest is None:\n",
+        "        if self._num_decode_steps > 1:\n",
+    ),
+    Mutation(
+        "steps: go past the limit by the steps of a launch in flight",
+        _STEPS,
+        "running.max_len[rows] - running.planned_len[rows] - unread, most)",
+        "running.max_len[rows] - running.planned_len[rows], most)",
+    ),
+    Mutation(
+        "steps: reserve no slots for the steps of a launch in flight",
+        _STEPS,
+        "tables.kv_committed_len[rows] + unread + num_steps",
+        "tables.kv_committed_len[rows] + num_steps",
+    ),
+    Mutation(
+        "steps: take several without slots for them",
+        _STEPS,
+        "return num_steps if all(grow_rows(tables, ranks.memories, rows, ends, bounds)) else None",
+        "return num_steps if grow_rows(tables, ranks.memories, rows, ends, bounds) else None",
+    ),
+    Mutation(
+        "steps: count the first token of a launch as uncertain",
+        _BUILDER,
+        "        num_ahead = num_steps - np.int32(1)\n",
+        "        num_ahead = num_steps\n",
+    ),
+    Mutation(
+        "steps: tell the device that the tokens of all are there",
+        _BUILDER,
+        '        rows["q_len"] = 1  # in each step\n',
+        "        pass\n",
+    ),
+    Mutation(
+        "steps: list pages for the first alone",
+        _LAUNCHED,
+        "share.longest = max(share.longest, end + row.unread_drafts + ahead)",
+        "share.longest = max(share.longest, end + row.unread_drafts)",
+    ),
+    Mutation(
+        "steps: count them as drafts",
+        _COMMIT,
+        "    if not ranks.max_draft_tokens:\n        return\n",
+        "",
+    ),
+    Mutation(
+        "steps: keep the number of before",
+        _SCHEDULER,
+        "                self._num_decode_steps = event.num_steps\n",
+        "                pass\n",
+    ),
+    Mutation(
+        "steps: hold window pages for one in each launch",
+        _SIZES,
+        "max(1 + self.max_draft_tokens, self.max_decode_steps)",
+        "1 + self.max_draft_tokens",
+    ),
+    Mutation(
+        "steps: plan several as one",
+        _BUILDER,
+        "        has_steps=num_steps is not None,\n",
+        "",
     ),
 )
