@@ -1,5 +1,7 @@
 """While most evicted prefixes return, prompts do not evict prefixes that were used lately."""
 
+from typing import Any
+
 import numpy as np
 
 from sgl_jax.core.scheduler_args import SchedulerArgs
@@ -192,3 +194,21 @@ def test_a_path_is_used_until_the_end_of_its_last_request() -> None:
     clock = tree.clock
     driver.run()
     assert num_pages_used_since(tree, clock) == 6  # with the answer, and not the other's
+
+
+def test_it_is_tried_again_after_some_steps_only() -> None:
+    driver = thrashing_driver()
+    admission, num_tried = driver.scheduler._admission, 0
+    holds_back = admission._holds_back
+
+    def counted(*arguments: Any) -> bool:
+        nonlocal num_tried
+        num_tried += 1
+        return holds_back(*arguments)
+
+    admission._holds_back = counted
+    run_beside(driver, "new", PROMPTS["a"])
+    num_tried = 0
+    for _ in range(3 * HOLD_STEPS):
+        driver.step()
+    assert num_tried in (3, 4)
