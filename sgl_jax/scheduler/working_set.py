@@ -31,8 +31,8 @@ TICK_S = 1.0
 
 
 class WorkingSet:
-    """The prefixes of one rank used in the last `window_s` seconds, if 0 or more than 0 evicted
-    pages return. `is_on` is False if the rank's memory has no measure of returns."""
+    """The prefixes that one rank used in the last `window_s` seconds (0: no request waits for
+    them). `is_on` is False for ranks whose evicted pages come back from host memory."""
 
     def __init__(self, memory: RankMemory, window_s: float, *, is_on: bool) -> None:
         self._memory = memory

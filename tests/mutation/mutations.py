@@ -59,6 +59,7 @@ _DESK = "sgl_jax/sessions/service.py"
 _LEDGER = "sgl_jax/mem_cache/ledger.py"
 _WALK = "sgl_jax/mem_cache/ledger_walk.py"
 _ARGS = "sgl_jax/core/scheduler_args.py"
+_WORKING_SET = "sgl_jax/scheduler/working_set.py"
 _ADMISSION = "sgl_jax/scheduler/admission/admission.py"
 _ROOM = "sgl_jax/scheduler/admission/rank_capacity.py"
 _OPTIONS = "sgl_jax/scheduler/admission/rank_options.py"
@@ -3498,10 +3499,8 @@ MUTATIONS = (
     Mutation(
         "store: try requests before their prefix has arrived",
         _LINES,
-        "is_blocked = lines.awaits_event[line] or lines.has_leader[line]\n"
-        "        is_blocked |= lines.held_until[line] > step\n        is_tried",
-        "is_blocked = lines.has_leader[line]\n"
-        "        is_blocked |= lines.held_until[line] > step\n        is_tried",
+        "is_blocked = lines.awaits_event[line] or lines.has_leader[line]\n        is_tried",
+        "is_blocked = lines.has_leader[line]\n        is_tried",
     ),
     Mutation(
         "store: try requests no more after their prefix has arrived",
@@ -4003,6 +4002,102 @@ MUTATIONS = (
         "steps: plan several as one",
         _BUILDER,
         "        has_steps=num_steps is not None,\n",
+        "",
+    ),
+    Mutation(
+        "working set: take the time of the last tick for the beginning of the window",
+        _WORKING_SET,
+        "            since = self._clocks[0][1]\n",
+        "            since = self._clocks[-1][1]\n",
+    ),
+    Mutation(
+        "working set: keep every sample, so that the window has no end",
+        _WORKING_SET,
+        "now_s - self._window_s:\n            self._clocks.popleft()",
+        "now_s - self._window_s:\n            break",
+    ),
+    Mutation(
+        "working set: hold continued conversations",
+        _WORKING_SET,
+        "        is_continued = 2 * num_read >= len(request.tokens)\n",
+        "        is_continued = False\n",
+    ),
+    Mutation(
+        "working set: hold for ever",
+        _WORKING_SET,
+        "        return self._now_s - request.held_since < MAX_HOLD_S\n",
+        "        return True\n",
+    ),
+    Mutation(
+        "working set: begin the wait again each time",
+        _WORKING_SET,
+        "        if request.held_since is None:\n",
+        "        if True:\n",
+    ),
+    Mutation(
+        "working set: hold although there is room",
+        _WORKING_SET,
+        "        if self._memory.request_pages(num_lacking) <= num_spare:\n",
+        "        if False:\n",
+    ),
+    Mutation(
+        "working set: count locked pages twice",
+        _WORKING_SET,
+        "            if not node.locks[0]:\n                num_pages",
+        "            if True:\n                num_pages",
+    ),
+    Mutation(
+        "working set: forget that a path is used with its end",
+        _WORKING_SET,
+        "                used.add(node.parent.node_id)\n",
+        "                pass\n",
+    ),
+    Mutation(
+        "working set: thrash whatever returns",
+        _WORKING_SET,
+        "self._num_returned > _RETURNED_PART * self._num_evicted >= self._least_evicted",
+        "self._num_evicted > 0",
+    ),
+    Mutation(
+        "working set: keep a count of pages after a tick",
+        _WORKING_SET,
+        "        self._now_s, self._num_recent = now_s, None\n",
+        "        self._now_s = now_s\n",
+    ),
+    Mutation(
+        "working set: hold requests where nothing runs",
+        _ADMISSION,
+        "            self._waiting.release_held()  # no step would come\n",
+        "            pass\n",
+    ),
+    Mutation(
+        "working set: hold more important requests",
+        _ADMISSION,
+        "            and request.priority <= lowest\n",
+        "",
+    ),
+    Mutation(
+        "working set: hold due requests",
+        _ADMISSION,
+        "            and not self._waiting.is_starved(request)\n            and rank.working_set",
+        "            and rank.working_set",
+    ),
+    Mutation(
+        "working set: count passes over requests that wait for it",
+        _QUEUE,
+        "            lines.is_waiting & (lines.held_until == 0),\n",
+        "            lines.is_waiting,\n",
+    ),
+    Mutation(
+        "working set: order by the longest prefix while a rank thrashes",
+        _LINES,
+        "        if uses_cached_len and is_thrashing:\n",
+        "        if False:\n",
+    ),
+    Mutation(
+        "working set: try a request in each step",
+        _LINES,
+        "        is_tried &= lines.held_until[line] <= step\n",
         "",
     ),
 )

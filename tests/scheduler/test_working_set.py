@@ -1,8 +1,11 @@
 """While most evicted prefixes return, prompts do not evict prefixes that were used lately."""
 
+from typing import Any
+
 import numpy as np
 
 from sgl_jax.core.scheduler_args import SchedulerArgs
+from sgl_jax.scheduler.waiting.waiting_queue import MAX_SKIP_COUNT
 from sgl_jax.scheduler.working_set import HOLD_STEPS, MAX_HOLD_S, num_pages_used_since
 from tests.scheduler.driver import Driver, generate, make_sizes
 
@@ -165,3 +168,47 @@ def test_a_path_is_used_with_the_nodes_below_it() -> None:
     driver.submit(generate("fourth", [5] * 8 + [2] * 8 + [4] * 4, 9))
     driver.step()
     assert num_pages_used_since(tree, clock) == 1  # the rest is locked
+
+
+def test_a_due_request_does_not_wait() -> None:
+    driver = thrashing_driver()
+    run_beside(driver, "new", PROMPTS["a"])
+    for _ in range(4):
+        driver.step()
+    waiting, request = driver.scheduler._waiting, driver.scheduler._requests["new"]
+    assert driver.scheduler.why_waiting("new").kind == "working_set"
+    waiting._columns.lines.skip_count[request.line] = MAX_SKIP_COUNT
+    steps_until_started(driver, "new", HOLD_STEPS + 8)
+
+
+def test_a_path_is_used_until_the_end_of_its_last_request() -> None:
+    driver = Driver(make_sizes(num_pages=61))
+    tree = driver.scheduler.ranks[0].memory.cache.tree
+    driver.submit(generate("first", [5] * 16, 1))
+    driver.run()
+    driver.submit(generate("second", [5] * 16 + [6] * 3, 9))
+    for _ in range(3):
+        driver.step()
+    driver.submit(generate("other", [7] * 8, 1))
+    driver.step()
+    clock = tree.clock
+    driver.run()
+    assert num_pages_used_since(tree, clock) == 6  # with the answer, and not the other's
+
+
+def test_it_is_tried_again_after_some_steps_only() -> None:
+    driver = thrashing_driver()
+    admission, num_tried = driver.scheduler._admission, 0
+    holds_back = admission._holds_back
+
+    def counted(*arguments: Any) -> bool:
+        nonlocal num_tried
+        num_tried += 1
+        return holds_back(*arguments)
+
+    admission._holds_back = counted
+    run_beside(driver, "new", PROMPTS["a"])
+    num_tried = 0
+    for _ in range(3 * HOLD_STEPS):
+        driver.step()
+    assert num_tried in (3, 4)

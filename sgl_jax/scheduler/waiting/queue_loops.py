@@ -167,8 +167,8 @@ def least_pages(
         deferred_rank = lines.stay_rank[line] if lines.stay_until[line] > step else _NO_RANK
         assert deferred_rank < len(rooms)
         is_blocked = lines.awaits_event[line] or lines.has_leader[line]
-        is_blocked |= lines.held_until[line] > step
         is_tried = lines.is_waiting[line] and not is_blocked
+        is_tried &= lines.held_until[line] <= step
         if deferred_rank != _NO_RANK and not rooms[deferred_rank].is_open:
             is_tried = False
         need = lines.needs[line]

@@ -114,6 +114,17 @@ def test_lpm_is_the_longest_cached_prefix_then_arrival() -> None:
     assert queue.order() == [1, 3, 2, 0]
 
 
+def test_while_a_rank_thrashes_the_fewest_pages_to_compute_come_first() -> None:
+    queue = Queue("lpm")
+    queue.add(0, tokens=[*STEM, *[49] * 40])  # ten pages
+    queue.add(1, tokens=[48] * 20)
+    queue.add(2, tokens=[*STEM[:16], *[49] * 8])
+    assert queue.order() == [0, 2, 1]
+    tried = queue.waiting.candidates(queue.offer(60), 0, [], 0, is_thrashing=True)
+    assert [request.arrival for request, _ in tried] == [2, 1, 0]
+    assert queue.order() == [0, 2, 1]
+
+
 def test_what_is_cached_is_known_when_it_changes_without_a_lookup() -> None:
     queue = Queue("lpm", cached_len=0)
     queue.add(0)
