@@ -15,7 +15,7 @@ from sgl_jax.models.served import served_config
 from sgl_jax.planner.arguments import PlanRequest, Workload, read_config
 from sgl_jax.planner.topology import Topology
 
-_MEMORY_SHARE = 0.9
+_MEMORY_SHARE = 0.9  # unless a recipe has another
 _PAGE = 128
 
 
@@ -34,7 +34,7 @@ class Published(NamedTuple):
     ep: int = 1
     quantization: str = "none"
     kv_cache_dtype: str = "auto"
-    max_requests: int | None = None  # requests that run at once at most, if fewer than clients
+    memory_share: float = _MEMORY_SHARE
 
     @property
     def name(self) -> str:
@@ -52,10 +52,10 @@ class Published(NamedTuple):
             ep_size=self.ep,
             quantization=self.quantization,
             kv_cache_dtype=self.kv_cache_dtype,
-            max_running_requests=min(self.clients, self.max_requests or self.clients),
+            max_running_requests=self.clients,
             chunked_prefill_size=self.chunk,
             context_length=context,
-            mem_fraction_static=_MEMORY_SHARE,
+            mem_fraction_static=self.memory_share,
         )
         config = served_config(read_config(self.model), args)
         load = Workload(self.input_len, self.output_len)
@@ -78,9 +78,7 @@ def _coder(input_len: int, output_len: int, rate: float) -> Published:
     )
 
 
-def _hybrid(
-    input_len: int, output_len: int, clients: int, rate: float, source: str
-) -> Published:
+def _hybrid(input_len: int, output_len: int, clients: int, rate: float, source: str) -> Published:
     model = "qwen3.5-397b-a17b-fp8"
     return Published(
         *(model, "tpu7x-8", input_len, output_len, clients, rate, source, 8, 8192, 8),
@@ -89,27 +87,33 @@ def _hybrid(
 
 
 PUBLISHED = (
-    Published("deepseek-v2-lite", "v6e-4", 512, 128, 8, 873.9, "cookbook", 4, 2048, 4),
+    Published(
+        "deepseek-v2-lite", "v6e-4", 512, 128, 8, 873.9, "cookbook", 4, 2048, 4, memory_share=0.88
+    ),
     Published("llama-3.1-8b", "v6e-1", 1800, 128, 128, 11.6 * 128, "blog", 1, 1024),
     # Lengths up to 512, and up to 1,024 with 16 clients: 265 and 258, and 524 on average, by the
     # requests and tokens a second.
-    Published("llama-3.1-8b", "v6e-4", 265, 258, 16, 1448.9, "cookbook", 4, 2048),
+    Published(
+        "llama-3.1-8b", "v6e-4", 265, 258, 16, 1448.9, "cookbook", 4, 2048, memory_share=0.88
+    ),
     Published("llama-3.3-70b", "tpu7x-8", 1024, 1024, 128, 3609.7, "cookbook", 8, 2048),
-    Published("llama-3.3-70b", "v6e-16", 524, 524, 16, 882.2, "cookbook", 16, 2048),
+    Published(
+        "llama-3.3-70b", "v6e-16", 524, 524, 16, 882.2, "cookbook", 16, 2048, memory_share=0.85
+    ),
     Published("llama-3.3-70b", "v6e-8", 1000, 1000, 64, 2494.8, "recipes", 8, 512),
     Published("llama-3.3-70b", "v6e-8", 1000, 1000, 128, 3544.5, "recipes", 8, 512),
     Published("qwen3-30b-a3b", "tpu7x-8", 1024, 1024, 128, 6179.5, "cookbook", 8, 2048, 8),
     Published("qwen3-30b-a3b", "v6e-16", 524, 524, 16, 1476.2, "cookbook", 16, 2048, 16),
-    Published("qwen3-32b", "v6e-4", 524, 524, 16, 833.8, "cookbook", 4, 2048),
-    Published("qwen3-32b", "v6e-4", 1024, 1024, 64, 1977.5, "cookbook", 4, 2048),
-    Published("qwen3-32b", "v6e-4", 1024, 1024, 256, 2123.0, "cookbook", 4, 2048),
-    Published("qwen3-32b", "v6e-4", 4096, 1024, 64, 785.3, "cookbook", 4, 2048),
-    Published("qwen3-32b", "v6e-4", 8192, 1024, 64, 435.3, "cookbook", 4, 2048),
+    Published("qwen3-32b", "v6e-4", 524, 524, 16, 833.8, "cookbook", 4, 2048, memory_share=0.8),
+    Published("qwen3-32b", "v6e-4", 1024, 1024, 64, 1977.5, "cookbook", 4, 2048, memory_share=0.8),
+    Published("qwen3-32b", "v6e-4", 1024, 1024, 256, 2123.0, "cookbook", 4, 2048, memory_share=0.8),
+    Published("qwen3-32b", "v6e-4", 4096, 1024, 64, 785.3, "cookbook", 4, 2048, memory_share=0.8),
+    Published("qwen3-32b", "v6e-4", 8192, 1024, 64, 435.3, "cookbook", 4, 2048, memory_share=0.8),
     Published("qwen3-8b", "tpu7x-8", 1024, 1024, 128, 8521.5, "cookbook", 8, 2048),
-    Published("qwen3-8b", "v6e-4", 1024, 1024, 64, 5296.6, "cookbook", 4, 2048),
-    Published("qwen3-8b", "v6e-4", 1024, 1024, 256, 7571.8, "cookbook", 4, 2048),
-    Published("qwen3-8b", "v6e-4", 4096, 1024, 64, 2528.8, "cookbook", 4, 2048),
-    Published("qwen3-8b", "v6e-4", 8192, 1024, 64, 1458.8, "cookbook", 4, 2048),
+    Published("qwen3-8b", "v6e-4", 1024, 1024, 64, 5296.6, "cookbook", 4, 2048, memory_share=0.8),
+    Published("qwen3-8b", "v6e-4", 1024, 1024, 256, 7571.8, "cookbook", 4, 2048, memory_share=0.8),
+    Published("qwen3-8b", "v6e-4", 4096, 1024, 64, 2528.8, "cookbook", 4, 2048, memory_share=0.8),
+    Published("qwen3-8b", "v6e-4", 8192, 1024, 64, 1458.8, "cookbook", 4, 2048, memory_share=0.8),
     _fp8_32b(1024, 1024, 6556.7),
     _fp8_32b(1024, 8192, 3959.6),
     _fp8_32b(8192, 1024, 1382.2),

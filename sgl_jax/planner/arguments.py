@@ -88,7 +88,7 @@ def parse_plan_request(argv: Sequence[str] | None = None) -> PlanRequest:
         "--host-link-gb-s",
         type=float,
         help="with --enable-hierarchical-cache, gigabytes a second from host memory to each "
-        "rank (by default 15 for each of its chips, 32 on v6e and tpu7x: their PCIe links)",
+        "rank (by default for each of its chips 13 on v5e, 32 on v6e, 15 on v5p, 46 on tpu7x)",
     )
     parser.add_argument(
         "--store-gb-s",

@@ -1,6 +1,7 @@
 """The estimate of one mesh: memory, two compiled steps, and the rates of the load."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from sgl_jax.models.expert_placement import loads_for, unplaced_imbalance
 from sgl_jax.planner.arguments import PlanRequest
 from sgl_jax.planner.engine_programs import EngineProgramsOnPaper, bytes_per_device, engine_programs
 from sgl_jax.planner.kernel_time import DeviceBytes, StepWork
+from sgl_jax.planner.load import Reach, requests_per_s
 from sgl_jax.planner.memory import (
     MemoryPlan,
     in_gib,
@@ -58,7 +60,8 @@ class Estimate:
     decode: StepEstimate
     prefill: StepEstimate
     concurrency: int  # concurrent requests of the load on one rank
-    requests_per_s: float  # over all ranks
+    requests_per_s: float  # over all ranks, at peak rates
+    expected_requests_per_s: float  # the same at the rates that engines reach, see `load.py`
     # `memory.num_requests` if every layer kept every token; None if every layer does.
     requests_without_windows: int | None = None
     # `memory.num_requests` if keys and values were cached instead of latents; None if they are.
@@ -78,13 +81,37 @@ class Estimate:
         return self.requests_per_s * self.request.workload.output_len
 
     @property
+    def expected_output_tokens_per_s(self) -> float:
+        return self.expected_requests_per_s * self.request.workload.output_len
+
+    @property
     def output_tokens_per_s_per_chip(self) -> float:
         devices_per_chip = self.request.topology.chip.devices_per_chip
         return self.output_tokens_per_s / (self.request.args.num_devices / devices_per_chip)
 
 
-def make_estimate(request: PlanRequest) -> Estimate:
+def compiled_cost(engine: EngineProgramsOnPaper, bucket: Bucket) -> ProgramCost:
+    """Compile a step. Raises StepDoesNotFitError if the compiler finds no room for it."""
+    try:
+        return program_cost(engine.programs.compile_step(bucket))
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        first_line = str(error).splitlines()[0]
+        raise StepDoesNotFitError(
+            f"the compiler of the chip refuses the step: {first_line}"
+        ) from error
+
+
+def make_estimate(
+    request: PlanRequest,
+    cost_of: Callable[[EngineProgramsOnPaper, Bucket], ProgramCost] = compiled_cost,
+) -> Estimate:
     """Compile a decode step and a prefill chunk, and estimate their times.
+
+    Args:
+        request: what to plan.
+        cost_of: returns the cost of a step; by default it compiles the step.
 
     Raises:
         DoesNotFitError: one request of the load does not fit.
@@ -116,7 +143,7 @@ def make_estimate(request: PlanRequest) -> Estimate:
         return estimate_step(cost, num_tokens, work, request.config, device, request.topology.chip)
 
     def plan_step(bucket: Bucket, work: StepWork) -> StepEstimate:
-        cost = _compile(engine, bucket)
+        cost = cost_of(engine, bucket)
         time = time_of(cost, bucket.tokens, work)
         return StepEstimate(bucket.rows, bucket.tokens, cost, time)
 
@@ -140,6 +167,11 @@ def make_estimate(request: PlanRequest) -> Estimate:
     # In a round, `concurrency` prompts are prefilled, then all decode to their end.
     chunks = concurrency * workload.input_len / chunk
     round_s = chunks * prefill.time.total_s + workload.output_len * decode.time.total_s
+    expected = requests_per_s(
+        *(concurrency, workload.input_len, workload.output_len, chunk),
+        (decode.time, prefill.time),
+        Reach(),
+    )
     plan = Estimate(
         request,
         memory,
@@ -147,6 +179,7 @@ def make_estimate(request: PlanRequest) -> Estimate:
         prefill,
         concurrency,
         requests_per_s=request.args.dp_size * concurrency / round_s,
+        expected_requests_per_s=request.args.dp_size * expected,
         requests_without_windows=requests_without_windows(request),
         requests_with_heads=requests_with_heads(request, memory),
         balance=expert_balance(engine.config),
@@ -164,18 +197,6 @@ def expert_balance(config: EngineConfig) -> ExpertBalance | None:
     num_devices = config.args.ep_size
     placed = config.placement.imbalance(loads, num_devices)
     return ExpertBalance(unplaced_imbalance(loads, num_devices), placed)
-
-
-def _compile(engine: EngineProgramsOnPaper, bucket: Bucket) -> ProgramCost:
-    try:
-        return program_cost(engine.programs.compile_step(bucket))
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        first_line = str(error).splitlines()[0]
-        raise StepDoesNotFitError(
-            f"the compiler of the chip refuses the step: {first_line}"
-        ) from error
 
 
 def device_bytes(

@@ -13,11 +13,13 @@ from sgl_jax.planner.advice import advise
 from sgl_jax.planner.arguments import SERVER_SETTINGS, PlanRequest
 from sgl_jax.planner.estimate import Estimate, StepEstimate
 from sgl_jax.planner.kernel_time import GATHER_SHARE, MATRIX_SHARE, VECTOR_RATE
+from sgl_jax.planner.load import Reach
 from sgl_jax.planner.memory import MemoryPlan, in_gib
 from sgl_jax.planner.prefix_loading import PrefixLoading
 from sgl_jax.planner.program_cost import Collective
 from sgl_jax.planner.topology import ICI_HOP_S
 
+_REACH = Reach()
 ASSUMPTIONS = (
     "compiled by the TPU's own compiler, run on none: sizes are its own, times are estimates",
     "a step = max(compiler's cycles / clock, weights / HBM bandwidth) + quantized products + "
@@ -32,8 +34,13 @@ ASSUMPTIONS = (
     "kernels, between its start and its end in the compiler's schedule",
     "requests are greedy, report no log-probabilities, share no prefix, and are all alike; "
     "experts are equally likely",
-    "steps never wait for the host; a prefix is loaded at the full rate of its links, from a store "
-    "through host memory, while no other is loaded, and is computed in chunks of similar prompts",
+    f"expected = {_REACH.program:.0%} of the compiler's and kernels' rates, "
+    f"{_REACH.attention:.0%} of HBM bandwidth in attention, {_REACH.host_s * 1e3:g} ms more in "
+    "each step, and decode rows in every step with a chunk: fitted to published figures of other "
+    "engines",
+    "otherwise steps never wait for the host; a prefix is loaded at the full rate of its links, "
+    "from a store through host memory, while no other is loaded, and is computed in chunks of "
+    "similar prompts",
 )
 
 _ALWAYS_SHOWN = ("model_path", "dp_size", "tp_size")
@@ -71,6 +78,9 @@ def as_text(plan: Estimate) -> str:
         f"Load of {workload.input_len:,} tokens in, {workload.output_len:,} out: "
         f"{plan.output_tokens_per_s:,.0f} output tokens/s, "
         f"{plan.output_tokens_per_s_per_chip:,.0f} a chip, {plan.requests_per_s:.2f} requests/s",
+        f"  expected {plan.expected_output_tokens_per_s:,.0f} output tokens/s, "
+        f"{plan.expected_requests_per_s:.2f} requests/s: mixed steps, at the rates of published "
+        "figures",
         "",
         f"Serve with: {serve_command(plan.request)}",
         "",
@@ -104,6 +114,8 @@ def as_dict(plan: Estimate) -> dict[str, Any]:
         "prefix_loading": plan.loading and _loading_dict(plan.loading),
         "max_context": plan.max_context,
         "requests_per_s": plan.requests_per_s,
+        "expected_requests_per_s": plan.expected_requests_per_s,
+        "expected_output_tokens_per_s": plan.expected_output_tokens_per_s,
         "output_tokens_per_s": plan.output_tokens_per_s,
         "output_tokens_per_s_per_chip": plan.output_tokens_per_s_per_chip,
         "serve_command": serve_command(plan.request),

@@ -47,7 +47,8 @@ class Chip:
     fast_format: ActivationFormat  # multiplied at twice the rate of bf16
     # Share of host memory in the smallest machine type (cloud.google.com/tpu/docs).
     host_memory_bytes: int
-    # PCIe in one direction (jax-ml.github.io/scaling-book; TPU7x is assumed equal to v6e).
+    # Of a chip, in one direction: on v5e and tpu7x as measured (examples/microbenchmarks of
+    # github.com/AI-Hypercomputer/tpu-raiden), else PCIe's (jax-ml.github.io/scaling-book).
     host_link_bytes_per_s: float
     grids: tuple[tuple[int, ...], ...]  # grids of chips for rent, smallest first
 
@@ -65,7 +66,7 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(
     {
         "v5e": Chip(
             *("TPU v5 lite", 1, int(15.75 * GIB), 819e9, 197e12, 1.5e9, 50e9, 1, "int8"),
-            *(48 * GIB, 15e9, _FLAT),
+            *(48 * GIB, 13e9, _FLAT),
         ),
         "v6e": Chip(
             *("TPU v6 lite", 1, int(31.25 * GIB), 1640e9, 918e12, 1.75e9, 100e9, 1, "int8"),
@@ -77,7 +78,7 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(
         ),
         "tpu7x": Chip(
             *("TPU7x", 2, int(94.75 * GIB), 3690e9, 1154e12, 2.2e9, 50e9, 2, "fp8"),
-            *(240 * GIB, 32e9, _CUBES),
+            *(240 * GIB, 46e9, _CUBES),
         ),
     }
 )

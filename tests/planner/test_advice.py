@@ -42,7 +42,7 @@ def plan_of(*words, concurrency=256, exposed_s=0.0):
     )
     rows = request.args.max_running_requests or concurrency
     step = StepEstimate(rows, rows, ProgramCost(0, 0, 0, 0, 0, 0, (), ()), time)
-    return Estimate(request, plan_memory(request), step, step, concurrency, 1.0)
+    return Estimate(request, plan_memory(request), step, step, concurrency, 1.0, 1.0)
 
 
 @pytest.mark.parametrize(

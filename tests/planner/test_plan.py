@@ -102,6 +102,7 @@ def test_text_and_json_say_the_same(plan):
     assert values["memory"]["kv_tokens"] == 65536
     assert "65,536 tokens a rank" in text
     assert f"{values['output_tokens_per_s']:,.0f} output tokens/s" in text
+    assert f"expected {values['expected_output_tokens_per_s']:,.0f} output tokens/s" in text
     for line in values["assumptions"] + values["advice"]:
         assert line in text
     assert f"Serve with: {values['serve_command']}" in text

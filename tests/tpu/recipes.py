@@ -57,13 +57,6 @@ MODELS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "qwen3-4b": ("qwen3-8b", _sizes(_DENSE, 2560, 9728, 36, 32, 8, tie_word_embeddings=True)),
     "qwen3-14b": ("qwen3-8b", _sizes(_DENSE, 5120, 17408, 40, 40, 8)),
     "qwen3-235b-a22b": ("qwen3-30b-a3b", _sizes(_MOE, 4096, 1536, 94, 64, 4, 128)),
-    "qwen3-coder-480b-a35b": ("qwen3-30b-a3b", _sizes(_MOE, 6144, 2560, 62, 96, 8, 160)),
-    "qwen3.5-397b-a17b": (
-        "qwen3.5-35b-a3b",
-        _sizes(_MOE, 4096, 1024, 60, 32, 2, 512)
-        | {"num_experts_per_tok": 10, "shared_expert_intermediate_size": 1024}
-        | {"linear_num_value_heads": 64},
-    ),
     "gemma-3-4b": ("gemma-3-27b", _sizes(_DENSE, 2560, 10240, 34, 8, 4, head_dim=256)),
     "gemma-3-12b": ("gemma-3-27b", _sizes(_DENSE, 3840, 15360, 48, 16, 8, head_dim=256)),
 }
@@ -222,18 +215,16 @@ RECIPES = (
         context=9216,
     ),
     Recipe(
-        *("tpu-recipes", "qwen3-coder-480b-a35b", "tpu7x-8", 8),
+        *("tpu-recipes", "qwen3-coder-480b-a35b-fp8", "tpu7x-8", 8),
         ep=8,
-        checkpoint="fp8-block",
         kv_cache_dtype="fp8_e4m3",
         rows=512,
         chunk=8192,
         context=10240,
     ),
     Recipe(
-        *("tpu-recipes", "qwen3.5-397b-a17b", "tpu7x-8", 8),
+        *("tpu-recipes", "qwen3.5-397b-a17b-fp8", "tpu7x-8", 8),
         ep=8,
-        checkpoint="fp8-block",
         rows=128,
         context=9216,
     ),
