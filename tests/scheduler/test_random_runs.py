@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.scheduler.random_runs import main
+from tests.scheduler.random_runs import main, run
 
 NUM_PARTS = 20
 RUNS_OF_A_PART = 105
@@ -61,16 +61,16 @@ def test_runs_with_rows_that_are_not_finite_break_no_invariant(*, with_sessions:
     main(1, 2, with_sessions=with_sessions, with_glitches=True)
 
 
-@pytest.mark.parametrize("with_sessions", [False, True])
-def test_runs_on_thrashing_ranks_break_no_invariant(*, with_sessions: bool) -> None:
-    main(1, 4, with_sessions=with_sessions, is_thrashing=True)
+def test_a_run_on_thrashing_ranks_breaks_no_invariant() -> None:
+    _, met = run(14, is_thrashing=True)
+    assert met["working_set"] > 10
 
 
 @pytest.mark.long
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("with_sessions", [False, True])
 def test_many_runs_on_thrashing_ranks(*, with_sessions: bool) -> None:
-    main(5, 120, with_sessions=with_sessions, is_thrashing=True)
+    main(1, 120, with_sessions=with_sessions, is_thrashing=True)
 
 
 @pytest.mark.long
