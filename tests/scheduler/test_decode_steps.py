@@ -131,7 +131,7 @@ def test_log_probabilities_come_with_each_token() -> None:
 
 
 def test_a_rank_short_of_pages_takes_one_step_before_it_retracts() -> None:
-    sizes = make_sizes(page_size=1, num_pages=1 + 30)._replace(max_decode_steps=4)
+    sizes = make_sizes(page_size=1, num_pages=1 + 32)._replace(max_decode_steps=4)
     config = SchedulerArgs(schedule_conservativeness=0.0, disable_radix_cache=True)
     driver = Driver(sizes, config, max_unread=0)
     for rid in ("a", "b"):
@@ -141,8 +141,8 @@ def test_a_rank_short_of_pages_takes_one_step_before_it_retracts() -> None:
     while not driver.scheduler.counters()["requests_retracted"]:
         held = int(rows.kv_committed_len.sum())
         driver.step()
-    assert held in (29, 30)  # of 30 slots, two are needed
-    assert decode_plans(driver)[:3] == [[4, 4], [4, 4], None]
+    assert held == 31  # of 32 slots, and two are needed
+    assert decode_plans(driver)[:4] == [[4, 4], [4, 4], None, None]
     driver.run()
     for rid in ("a", "b"):
         driver.check_tokens(rid)
