@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 
 import pytest
@@ -84,8 +84,13 @@ def test_a_check_that_raises_fails_and_the_next_one_runs(doctor, monkeypatch):
 
 
 def test_a_check_that_hangs_is_named_when_the_deadline_passes(monkeypatch, capsys):
-    ended = []
-    monkeypatch.setattr("sgl_jax.doctor.__main__.measure_bandwidth", lambda mesh: time.sleep(10))
+    ended, released = [], threading.Event()
+
+    def hang(mesh):
+        assert released.wait(60)
+        return Section("bandwidth")
+
+    monkeypatch.setattr("sgl_jax.doctor.__main__.measure_bandwidth", hang)
     monkeypatch.setattr(os, "_exit", ended.append)
     flags = ["--model-path", DEMO, *SMALL, "--checks", "bandwidth", "--deadline", "3"]
     assert main(flags) == 1
@@ -94,6 +99,10 @@ def test_a_check_that_hangs_is_named_when_the_deadline_passes(monkeypatch, capsy
     assert "[bandwidth] FAILED" in text
     assert "did not end within --deadline 3" in text
     assert text.endswith("Result: failed: bandwidth\n")
+    (thread,) = [each for each in threading.enumerate() if each.name == "doctor"]
+    released.set()
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize(
