@@ -85,7 +85,8 @@ class Programs:
         """Return the programs of another graph with the same parameters; none is compiled yet."""
         other = copy.copy(self)
         other._graphdef = graphdef
-        other._steps, other._traced_halves, other._halves = {}, {}, {}
+        other._steps, other._decode_steps = {}, {}
+        other._traced_halves, other._halves = {}, {}
         return other
 
     def layout(self, bucket: Bucket) -> DPLayout:

@@ -56,6 +56,7 @@ _ROPE = _names(
 )
 # Position sections of images; a text has one position for all of them.
 _ROPE_OF_IMAGES = _names("mrope_interleaved mrope_section")
+_ROPE_IGNORED = _names("finetuned")
 
 # Fields by architecture, next to those of every model. The keys are the supported architectures.
 _FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
@@ -81,20 +82,22 @@ _FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
 # Fields without effect on a text model's computation: metadata, training, generation defaults,
 # what a checkpoint says a second time, and the image part of multimodal models.
 _IGNORED = _names(
-    """_commit_hash _name_or_path attn_implementation auto_map aux_loss_alpha bad_words_ids
-    base_model_ep_plan base_model_pp_plan base_model_tp_plan begin_suppress_tokens
-    cache_implementation chunk_size_feed_forward decoder_start_token_id diversity_penalty
-    do_sample dtype early_stopping encoder_no_repeat_ngram_size ep_size experts_per_token
+    """_commit_hash _flash_attn_2_enabled _name_or_path _num_labels attn_implementation
+    auto_map aux_loss_alpha bad_words_ids base_model_ep_plan base_model_pp_plan
+    base_model_tp_plan begin_suppress_tokens bos_token cache_implementation
+    chunk_size_feed_forward decoder_start_token_id diversity_penalty do_sample dtype
+    early_stopping encoder_no_repeat_ngram_size eos_token ep_size experts_per_token
     exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
     gradient_checkpointing id2label initial_context_length initializer_factor is_decoder
-    is_llama_config label2id length_penalty max_length max_sequence_length min_length
+    is_llama_config label2id length_penalty loss_type max_length max_sequence_length min_length
     model_max_length model_type name_or_path no_repeat_ngram_size num_beam_groups num_beams
-    num_return_sequences output_attentions output_hidden_states output_router_logits
-    output_scores prefix pretraining_tp problem_type pruned_heads qk_head_dim
-    remove_invalid_values repetition_penalty return_dict return_dict_in_generate
-    router_aux_loss_coef router_jitter_noise sep_token_id seq_aux suppress_tokens
-    task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype
-    torchscript transformers_version typical_p use_bfloat16 use_cache use_return_dict"""
+    num_logits_to_keep num_return_sequences output_attentions output_hidden_states
+    output_router_logits output_scores pad_token prefix pretraining_tp problem_type
+    pruned_heads qk_head_dim remove_invalid_values repetition_penalty return_dict
+    return_dict_in_generate router_aux_loss_coef router_jitter_noise sep_token_id seq_aux
+    suppress_tokens task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p
+    torch_dtype torchscript transformers_version typical_p use_bfloat16 use_cache
+    use_return_dict"""
 )
 _IMAGES = _names(
     """audio_config boi_token_index eoi_token_index image_token_id image_token_index
@@ -107,7 +110,10 @@ _IGNORED_SUFFIXES = ("dropout", "_pdrop", "_dropout_prob")
 # Values that change nothing, where they are not zero, False or empty.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
+        "activation": ("silu", "swiglu"),  # next to hidden_act
+        "attn_factor": (1,),
         "embedding_multiplier": (1,),
+        "extrapolation_factor": (1,),
         "is_causal": (True,),
         "logit_scale": (1,),
         "logits_scaling": (1,),
@@ -163,7 +169,9 @@ def _refuse_unknown_rope_fields(field: str, value: Any) -> None:
     for name, part in value.items():
         if name in ("full_attention", "sliding_attention"):
             _refuse_unknown_rope_fields(f"{field}.{name}", part)
-        elif name not in _ROPE | _ROPE_OF_IMAGES and not _is_neutral(name, part, {}):
+        elif name not in _ROPE | _ROPE_OF_IMAGES | _ROPE_IGNORED and not _is_neutral(
+            name, part, _NEUTRAL
+        ):
             raise ModelConfigError(f"{name} = {part!r} in {field} is not supported")
 
 

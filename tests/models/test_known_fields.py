@@ -115,6 +115,8 @@ def test_a_field_inside_of_rope_parameters_is_refused() -> None:
         {"attention_dropout": 0.1, "resid_pdrop": 0.1, "torch_dtype": "bfloat16", "top_k": 20},
         {"use_qk_norm": True, "unsloth_fixed": True, "_attn_implementation_autoset": True},
         {"rope_scaling": {"rope_type": "default", "mrope_section": [16, 24, 24]}},
+        {"rope_scaling": {"type": "default", "finetuned": True, "attn_factor": 1}},
+        {"activation": "swiglu", "_flash_attn_2_enabled": True, "loss_type": "ForCausalLM"},
     ],
 )
 def test_fields_without_effect_are_accepted(changes: dict[str, Any]) -> None:
@@ -164,9 +166,9 @@ encoder_no_repeat_ngram_size eoi_token_index forced_eos_token_id hidden_dropout 
 image_token_id image_token_index initializer_factor is_decoder local_attention_probs_dropout_prob
 lsh_attention_probs_dropout_prob mlp_dropout model_max_length mtp_hidden_states_first
 mtp_layer_types mtp_layers_block_type mtp_local_layer_ids mtp_loss_scaling_factor
-mtp_mlp_layer_types output_router_logits pretraining_tp qk_head_dim resid_dropout resid_pdrop
-residual_dropout router_aux_loss_coef router_jitter_noise sep_token_id summary_first_dropout
-summary_last_dropout suppress_tokens vision_config
+mtp_mlp_layer_types num_logits_to_keep output_router_logits pretraining_tp qk_head_dim
+resid_dropout resid_pdrop residual_dropout router_aux_loss_coef router_jitter_noise sep_token_id
+summary_first_dropout summary_last_dropout suppress_tokens vision_config
 """
 
 

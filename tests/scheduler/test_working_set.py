@@ -12,17 +12,17 @@ from tests.scheduler.driver import Driver, generate, make_sizes
 PROMPTS = {name: [number] * 64 for number, name in enumerate("abcde", 1)}
 
 
-def thrashing_driver(**settings: object) -> Driver:
-    """One rank of 60 pages of 4 tokens, whose tree holds the last of five conversations of 64
-    tokens: each came back after it was evicted."""
+def thrashing_driver(dp_size: int = 1, **settings: object) -> Driver:
+    """Ranks of 60 pages of 4 tokens. The tree of the first holds the last of five conversations of
+    64 tokens: each came back after it was evicted."""
     driver = Driver(
-        make_sizes(num_pages=61, max_chunk_tokens=16),
+        make_sizes(num_pages=61, max_chunk_tokens=16, dp_size=dp_size),
         SchedulerArgs(**{"schedule_conservativeness": 0.0} | settings),  # type: ignore[arg-type]
     )
     driver.tick(0.0)
     for turn in range(4):
         for name, prompt in PROMPTS.items():
-            driver.submit(generate(f"{name}{turn}", prompt, 2))
+            driver.submit(generate(f"{name}{turn}", prompt, 2, dp_rank=0))
             driver.run()
             driver.tick(driver.scheduler._live.deadlines.now_s + 1.0)
     return driver
@@ -212,3 +212,30 @@ def test_it_is_tried_again_after_some_steps_only() -> None:
     for _ in range(3 * HOLD_STEPS):
         driver.step()
     assert num_tried in (3, 4)
+
+
+def test_a_prompt_does_not_wait_for_a_rank_while_another_does_not_thrash() -> None:
+    driver = thrashing_driver(dp_size=2)
+    assert is_thrashing(driver)
+    driver.submit(generate("long", [9] * 4, 150, dp_rank=0))
+    for _ in range(3):
+        driver.step()
+    # Some cached tokens make the thrashing rank the cheapest.
+    driver.submit(generate("new", [*PROMPTS["e"][:8], *[31] * 56], 2))
+    assert steps_until_started(driver, "new", 10) < 10
+
+
+def test_passes_over_a_request_count_once_its_wait_has_ended() -> None:
+    driver = thrashing_driver()
+    run_beside(driver, "new", PROMPTS["a"])
+    driver.step()
+    driver.step()
+    waiting = driver.scheduler._waiting
+    (request,) = waiting
+    lines, step = waiting._columns.lines, driver.scheduler._steps
+    assert lines.held_until[request.line] > step
+    # From now on it does not fit, so no new wait begins.
+    lines.needs["pages"][request.line] = 10**6
+    for _ in range(HOLD_STEPS + 1):
+        driver.step()
+    assert lines.held_until[request.line] == 0

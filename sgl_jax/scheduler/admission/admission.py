@@ -146,8 +146,7 @@ class Admission:
             if chosen is not None:
                 room = rooms[chosen.dp_rank]
                 if chosen.fits and chosen.leader is None:
-                    may_hold = is_thrashing or self._waiting.is_held(request, 0)
-                    if may_hold and self._holds_back(room, request, chosen, step):
+                    if is_thrashing and self._holds_back(room, request, chosen, step):
                         continue
                     if not self._fetches_for(room, request):
                         self._start(room, request)
@@ -185,8 +184,8 @@ class Admission:
         room.stay(room.rank.num_pages_needed(request, cursor))
 
     def _holds_back(self, room: RankCapacity, request: Request, chosen: Option, step: int) -> bool:
-        """Delay `request` if it would evict the working set of a thrashing rank, unless the rank
-        runs nothing, or only requests of lower priorities, or the request is due."""
+        """Delay `request` if it would evict the working set of its rank, unless the rank runs
+        nothing, or only requests of lower priorities, or the request is due. All ranks thrash."""
         rank = room.rank
         lowest = rank.running.priorities.lowest
         is_held = (
@@ -194,10 +193,10 @@ class Admission:
             and lowest is not None
             and request.priority <= lowest
             and not self._waiting.is_starved(request)
-            and rank.working_set.is_thrashing
             and rank.working_set.holds(request, chosen.num_read)
         )
-        self._waiting.hold_until(request, step + HOLD_STEPS if is_held else 0)
+        if is_held:
+            self._waiting.hold_until(request, step + HOLD_STEPS)
         return is_held
 
     def _fetches_for(self, room: RankCapacity, request: Request) -> bool:

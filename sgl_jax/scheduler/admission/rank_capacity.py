@@ -70,8 +70,8 @@ class RankCapacities(Sequence["RankCapacity"]):
 
     @property
     def is_thrashing(self) -> bool:
-        """Return whether most evicted prefixes return on some rank (`working_set.py`)."""
-        return any(builder.rank.working_set.is_thrashing for builder in self._builders)
+        """Return whether most evicted prefixes return on all ranks (`working_set.py`)."""
+        return all(builder.rank.working_set.is_thrashing for builder in self._builders)
 
     def __getitem__(self, dp_rank: int) -> "RankCapacity":  # type: ignore[override]
         made = self._made.get(dp_rank)

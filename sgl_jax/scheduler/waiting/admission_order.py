@@ -2,7 +2,7 @@
 
 The order is by priority; service of the tenant, if tenants have shares; too many passes over it;
 retraction, since retracted requests have output to lose; with `lpm`, the longest cached prefix, or
-while a rank thrashes (`working_set.py`) the fewest tokens to compute; the least served tenant; with
+while all ranks thrash (`working_set.py`) the fewest tokens to compute; the least served tenant; with
 `lpm`, the reuse of its prefix by other waiting requests; and arrival.
 """
 
