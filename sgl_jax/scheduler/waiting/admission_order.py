@@ -2,8 +2,8 @@
 
 The order is by priority; service of the tenant, if tenants have shares; too many passes over it;
 retraction, since retracted requests have output to lose; with `lpm`, the longest cached prefix, or
-while all ranks thrash (`working_set.py`) the fewest tokens to compute; the least served tenant; with
-`lpm`, the reuse of its prefix by other waiting requests; and arrival.
+while all ranks thrash (`working_set.py`) the fewest tokens to compute; the least served tenant;
+with `lpm`, the reuse of its prefix by other waiting requests; and arrival.
 """
 
 from collections.abc import Iterator, Sequence
