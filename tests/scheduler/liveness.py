@@ -243,7 +243,10 @@ class Liveness:
             for page in node.values[0].tolist()
         }
         assert not recent & in_use
-        num_spare = memory.allocator.num_pages - 1 - len(in_use) - len(recent)
+        # The working set is counted once between two ticks, so it may hold pages locked since then.
+        num_recent = own._count_recent()
+        assert len(recent) <= num_recent or memory.cache.num_evicted > own._seen[0]
+        num_spare = memory.allocator.num_pages - 1 - len(in_use) - num_recent
         assert memory.request_pages(num_lacking) > num_spare
 
     def _check_fetch(self, request: Request, dp_rank: int | None) -> None:
