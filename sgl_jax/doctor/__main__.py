@@ -79,7 +79,7 @@ class _Run:
         self._redact = Redaction(private_texts(request.args.model_path))
 
     def __call__(self) -> None:
-        """Run all checks, or end with the first that the others need."""
+        """Run the checks; without a device or a model, skip those that depend on it."""
         args = self._request.args
         mesh = None
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from sgl_jax.doctor.report import Redaction, Section
 from sgl_jax.layers.mesh_axes import MESH_AXES
-from sgl_jax.planner.topology import CHIPS, GIB, Chip
+from sgl_jax.planner.topology import CHIPS, GIB, Chip, generation_of
 
 _PACKAGES = ("sgl-jax", "jax", "jaxlib", "libtpu", "flax", "numpy")
 _VARIABLES = ("JAX_PLATFORMS", "LIBTPU_INIT_ARGS", "XLA_FLAGS")
@@ -29,8 +29,8 @@ _REPEATS = 8
 
 def chip_of(mesh: Mesh) -> Chip | None:
     """Return the published rates of the mesh's devices; None if they are not known."""
-    kind = mesh.devices.flat[0].device_kind
-    return next((chip for chip in CHIPS.values() if chip.device_kind == kind), None)
+    generation = generation_of(mesh.devices.flat[0].device_kind)
+    return None if generation is None else CHIPS[generation]
 
 
 def describe_machine(mesh: Mesh, redact: Redaction) -> Section:

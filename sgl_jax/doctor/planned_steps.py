@@ -8,18 +8,16 @@ import sys
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.settings import flag
 from sgl_jax.planner.arguments import SERVER_SETTINGS
-from sgl_jax.planner.topology import CHIPS, Topology
+from sgl_jax.planner.topology import Topology, generation_of
 
 _MAX_TEXT = 300
 
 
 def slice_of(device_kind: str, num_devices: int) -> Topology | None:
     """Return the smallest slice with so many devices of a kind; None if it is unknown."""
-    for generation, chip in CHIPS.items():
-        if chip.device_kind == device_kind:
-            slices = Topology.all_of(generation)
-            return next((own for own in slices if own.num_devices >= num_devices), None)
-    return None
+    generation = generation_of(device_kind)
+    slices = [] if generation is None else Topology.all_of(generation)
+    return next((own for own in slices if own.num_devices >= num_devices), None)
 
 
 class PlannedSteps:

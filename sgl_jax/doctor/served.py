@@ -57,8 +57,8 @@ def choose_load(
 ) -> tuple[ServerArgs, DoctorLoad]:
     """Choose the load, and return it with the settings of an engine that serves it.
 
-    Settings that are given stay. The others make the engine small, so that there is memory left to
-    compare kernels. Raises ValueError as `EngineConfig.resolve` does.
+    Given settings are kept. Defaults of the others keep the engine small, which leaves memory for
+    the comparison of kernels. Raises ValueError as `EngineConfig.resolve` does.
     """
     config = EngineConfig.resolve(args, model, platform)
     simulates = platform == "cpu" and config.args.attention_backend == "pallas"

@@ -42,8 +42,8 @@ def resolve_for_device(args: ServerArgs, platform: str) -> ServerArgs:
 
 
 def _choose_warmup(args: ServerArgs) -> str:
-    """Return the resolved `--warmup`. Raises ValueError for `staged` on several hosts: they run the
-    same programs, and a host would use a program before the others have compiled it."""
+    """Return the resolved `--warmup`. Raises ValueError for `staged` on several hosts: all hosts
+    launch the same programs, but compile them at different times."""
     if args.warmup == "auto":
         return "staged" if args.num_hosts == 1 else "plain"
     if args.warmup == "staged" and args.num_hosts > 1:

@@ -157,6 +157,12 @@ class Topology(NamedTuple):
             raise ValueError(f"{error} in {self.name}") from error
 
 
+def generation_of(device_kind: str) -> str | None:
+    """Return the generation of the devices that JAX names so; None if it is unknown."""
+    kinds = {chip.device_kind: generation for generation, chip in CHIPS.items()}
+    return kinds.get(device_kind)
+
+
 def topology_mesh(topology: Topology, dp_size: int, tp_size: int) -> Mesh:
     """Return the mesh ('data', 'tensor') that an engine would create on the slice.
 

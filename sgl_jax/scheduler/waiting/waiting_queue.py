@@ -273,7 +273,7 @@ class WaitingQueue:
         return int(self._columns.lines.stay_until[request.line]) > step
 
     def hold_until(self, request: Request, step: int) -> None:
-        """Try `request` again when `step` is planned; until then, none passes over it. 0: now."""
+        """Try `request` again when `step` is planned; starts before then do not count as passes."""
         self._columns.lines.held_until[request.line] = step
 
     def is_held(self, request: Request, step: int) -> bool:
