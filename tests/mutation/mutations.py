@@ -727,8 +727,8 @@ MUTATIONS = (
     Mutation(
         "admit a retracted request twice on the device",
         _BUILDER,
-        "    builder.rank.unsent_admissions.clear()\n",
-        "",
+        "        unsent.clear()\n",
+        "        pass\n",
     ),
     Mutation(
         "retract from a rank that has room",
@@ -1934,8 +1934,8 @@ MUTATIONS = (
     Mutation(
         "pass over what may not run there",
         "sgl_jax/scheduler/waiting/queue_loops.py",
-        "if not may_run[line] or not is_waiting[line]:\n            continue\n        assert 0",
-        "if not is_waiting[line]:\n            continue\n        assert 0",
+        "if not may_run[line] or not is_waiting[line] or held_until[line]:\n",
+        "if not is_waiting[line] or held_until[line]:\n",
     ),
     Mutation(
         "let all that were passed over start one after the other",
@@ -4084,9 +4084,9 @@ MUTATIONS = (
     ),
     Mutation(
         "working set: count passes over requests that wait for it",
-        _QUEUE,
-        "            lines.is_waiting & (lines.held_until == 0),\n",
-        "            lines.is_waiting,\n",
+        _LINES,
+        " or held_until[line]:\n",
+        ":\n",
     ),
     Mutation(
         "working set: order by the longest prefix while a rank thrashes",
