@@ -75,8 +75,7 @@ def apply_result(
     outputs.add_plain(ranks, plain_rows, plain_tokens)
 
     done = []
-    others = rows[detailed]
-    columns = (others[name].tolist() for name in ("row", "num_gained", "end"))
+    columns = (rows[name][detailed].tolist() for name in ("row", "num_gained", "end"))
     for i, joint_row, count, end in zip(detailed.tolist(), *columns, strict=True):
         rank, row = ranks.locate(joint_row)
         gained = tokens[i, :count].tolist()

@@ -33,7 +33,8 @@ class OutputBuffer:
         wanted = rows.tobytes(), ranks.tables.epoch[rows].tobytes()
         if self._listed[:2] != wanted:
             self._listed = _ListedRows(*wanted, ranks.running.rids[rows].tolist())
-        self.rids += self._listed.rids
+        # The list is never changed: most batches share it.
+        self.rids = [*self.rids, *self._listed.rids] if self.rids else self._listed.rids
         self._tokens.append(tokens.astype("<i4", copy=False).tobytes())
 
     def clear_to(self, outputs: list[RequestOutput]) -> None:

@@ -340,8 +340,9 @@ MUTATIONS = (
     Mutation(
         "free duplicates from the matched instead of the protected length",
         _RELEASE,
-        "        is_duplicate &= fresh > 0\n",
-        "        is_duplicate[:, 0] = False\n        is_duplicate &= fresh > 0\n",
+        "        is_duplicate = (fresh != kept.pages) & (fresh > 0)\n",
+        "        is_duplicate = (fresh != kept.pages) & (fresh > 0)\n"
+        "        is_duplicate[:, 0] = False\n",
     ),
     Mutation(
         "offer tokens that were not written",
@@ -3869,7 +3870,7 @@ MUTATIONS = (
     Mutation(
         "in use: keep what was counted before a start",
         "sgl_jax/scheduler/waiting/admission_order.py",
-        "                    in_use_at[k].clear()\n",
+        "                    in_use_at.pop(k, None)\n",
         "",
     ),
     Mutation(
