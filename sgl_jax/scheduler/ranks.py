@@ -8,6 +8,7 @@ columns; other files decide their contents.
 from collections.abc import Sequence
 from itertools import accumulate
 from math import ceil
+from operator import is_not
 from typing import Any
 
 import numpy as np
@@ -92,7 +93,7 @@ class Ranks:
         bounds. Rank k's rows are in [bounds[k], bounds[k + 1])."""
         parts = [rank.running.active for rank in self.ranks]
         # A rank replaces its array of rows at each change.
-        if any(part is not own for part, own in zip(parts, self._active_parts, strict=True)):
+        if any(map(is_not, parts, self._active_parts)):
             self._active_parts, self._active = parts, self.join(parts)
         return self._active
 

@@ -78,7 +78,7 @@ def build_plan(
         step_id,
         plans,
         pages,
-        bool(shares["is_masked"].any()),
+        np.count_nonzero(shares["is_masked"]) > 0,
         tuple(saved),
         has_steps=num_steps is not None,
     )

@@ -238,12 +238,12 @@ class RadixCache:
         node, is_new = self._insert(_contiguous(tokens), offer, start or self.tree.root)
         # Read before the lock moves, since `start` may then merge with the next node.
         first = 0 if start is None else start.end // self.tree.page_size
-        pages = offer.pages[:, first:] if is_new else self.tree.pages_after(node, first)
         if start is None:
             self._lock(node, offer.first_pages)
         else:
             self._move_lock(start, node, offer.first_pages)
         self.tree.settle()  # some of the taken pages may be dead
+        pages = offer.pages[:, first:] if is_new else self.tree.pages_after(node, first)
         return PrefixMatch(node.end, pages, node)
 
     def _insert(

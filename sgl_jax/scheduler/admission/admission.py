@@ -136,7 +136,9 @@ class Admission:
         """Start requests in the queue's order, up to the first that preempted others. Return
         whether to try the rest again."""
         threshold = self.args.priority_scheduling_preemption_threshold
-        preemptible = [room.preemptible for room in rooms] if offer.may_preempt.any() else []
+        preemptible = []
+        if np.count_nonzero(offer.may_preempt):
+            preemptible = [room.preemptible for room in rooms]
         num_following, num_staying, num_failed, is_open = 0, 0, 0, offer.rooms["is_open"]
         is_thrashing = rooms.is_thrashing
         candidates = self._waiting.candidates(offer, step, preemptible, threshold, is_thrashing)
