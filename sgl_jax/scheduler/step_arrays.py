@@ -78,7 +78,7 @@ def build_plan(
         step_id,
         plans,
         pages,
-        np.count_nonzero(shares["is_masked"]) > 0,
+        bool(np.count_nonzero(shares["is_masked"])),
         tuple(saved),
         has_steps=num_steps is not None,
     )
