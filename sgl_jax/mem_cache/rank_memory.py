@@ -161,8 +161,9 @@ class RankMemory:
     @property
     def num_reclaimable_pages(self) -> int:
         """Return the pages available if every idle session were evicted, in O(1)."""
-        num_idle = self.locked[0].num_locked - self.locked[0].num_running
-        return self.num_available_pages + num_idle
+        locked = self.locked[0]
+        num_idle = locked.num_locked - locked.num_running
+        return self.allocator.num_free + self.cache.num_evictable[0] + num_idle
 
     @property
     def can_keep_state(self) -> bool:

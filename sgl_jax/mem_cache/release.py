@@ -71,10 +71,9 @@ def _hand_to_tree(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> Int
         for number, passed in enumerate(firsts.tolist()):
             kept.pages[number, : max(passed - first, 0)] = 0
     fresh = offered[:, first:]
-    is_duplicate = fresh != kept.pages
-    if np.count_nonzero(is_duplicate):
+    if fresh.tobytes() != kept.pages.tobytes():
         rows.list_pages(lease.row, first, kept.pages)
-        is_duplicate &= fresh > 0
+        is_duplicate = (fresh != kept.pages) & (fresh > 0)
         for allocator, numbers in zip(memory.allocators, memory.groups_of, strict=True):
             allocator.free(fresh[numbers][is_duplicate[numbers]], lease.row)
     return kept.pages if memory.lists_all else _leave_windows(memory, lease, kept.pages, first)

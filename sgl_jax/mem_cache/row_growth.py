@@ -62,7 +62,10 @@ def grow_rows(
     )
     if len(lacking):
         counts: list[int] = num_lacking.tolist()
-        fits = [memory.make_room(count) for memory, count in zip(memories, counts, strict=True)]
+        fits = [
+            not count or memory.make_room(count)
+            for memory, count in zip(memories, counts, strict=True)
+        ]
         if not all(fits):
             lacking = lacking[np.repeat(fits, counts)]
             counts = [count if fit else 0 for count, fit in zip(counts, fits, strict=True)]
@@ -70,12 +73,14 @@ def grow_rows(
         for number, group in enumerate(memories[0].groups):
             if group.is_recurrent:
                 continue  # snapshots are taken one by one: `row_states.py`
-            pages = np.empty(len(lacking), np.int32)
-            for memory, (first, end) in zip(memories, parts, strict=True):
-                if first < end:
-                    allocator = memory.allocators[group.pool]
-                    pages[first:end] = allocator.alloc_each(owners[first:end])
-            tables.list_page_each(number, lacking["row"], lacking["column"], pages)
+            pages = [
+                memory.allocators[group.pool].alloc_each(owners[first:end])
+                for memory, (first, end) in zip(memories, parts, strict=True)
+                if first < end
+            ]
+            if pages:
+                columns, each = lacking["column"], np.concatenate(pages)
+                tables.list_page_each(number, lacking["row"], columns, each)
     _reserve(rows, allocated_lens, bounds, np.array(fits), tables.kv_allocated_len)
     return fits
 

@@ -27,6 +27,13 @@ def front(values: NDArray[_Scalar], count: int) -> NDArray[_Scalar]:
     return kept if 2 * count >= len(whole) else kept.copy()
 
 
+def joined(first: NDArray[_Scalar], second: NDArray[_Scalar]) -> NDArray[_Scalar]:
+    """Return both in a new array, in less time than `np.concatenate` takes for short ones."""
+    values = np.empty(len(first) + len(second), first.dtype)
+    values[: len(first)], values[len(first) :] = first, second
+    return values
+
+
 def edge_key(page_size: int, start: int, tokens: Int32Array, namespace: str) -> bytes:
     """Return the key of the edge that begins with `tokens`, a page or more, in the children of a
     node that ends at `start`. The first page has a fixed length, so no two pairs of page and

@@ -57,9 +57,8 @@ def apply_result(
             _collect_prompt_logprobs(rank, rank_plan, result, epoch[part["row"]] == part["epoch"])
     tokens = np.concatenate([result.tokens for result in results])
     num_stop_ids = max(rank.running.num_stop_ids for rank in ranks.ranks)
-    num_tokens, num_failed, plain_rows, plain_tokens, plain_bounds, detailed = append(
+    num_tokens, num_failed, plain_rows, plain_tokens, detailed = append(
         rows,
-        launched.bounds,
         tokens,
         running.records,
         epoch,
@@ -73,11 +72,10 @@ def apply_result(
         _count_ahead(ranks, rows, tokens)
         if ranks.has_states:
             record_starts(ranks, plan, rows, tokens)
-    outputs.add_plain(ranks, plain_rows, plain_bounds.tolist(), plain_tokens)
+    outputs.add_plain(ranks, plain_rows, plain_tokens)
 
     done = []
-    others = rows[detailed]
-    columns = (others[name].tolist() for name in ("row", "num_gained", "end"))
+    columns = (rows[name][detailed].tolist() for name in ("row", "num_gained", "end"))
     for i, joint_row, count, end in zip(detailed.tolist(), *columns, strict=True):
         rank, row = ranks.locate(joint_row)
         gained = tokens[i, :count].tolist()

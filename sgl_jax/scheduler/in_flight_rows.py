@@ -157,35 +157,33 @@ def launch(
 
 
 @compiled(
-    "(launched[::1], int64[::1], int32[:, ::1], row[::1], int32[::1], int32[:, ::1], "
-    "int32[:, ::1], int32[:, :])",
+    "(launched[::1], int32[:, ::1], row[::1], int32[::1], int32[:, ::1], int32[:, ::1], "
+    "int32[:, :])",
     launched=LAUNCHED,
     row=ROW,
 )
 def append(
     launched: Records,
-    bounds: IntpArray,
     new_tokens: Int32Array,
     records: Records,
     epoch: Int32Array,
     tokens: Int32Array,
     latest: Int32Array,
     stop_ids: Int32Array,
-) -> tuple[int, int, RowIndex, Int32Array, IntpArray, IntpArray]:
+) -> tuple[int, int, RowIndex, Int32Array, IntpArray]:
     """Append each row's new tokens, up to the token that ends its request.
 
     Accepted tokens after the end are overshoot and dropped here; their KV is freed with the lease,
     which offers the cache only the known tokens. Returns
 
     - the number of appended tokens, and the number of rows with non-finite results;
-    - the joint rows that gained one token and nothing else, int64[m], the token of each, int32[m],
-      and the bounds of each rank's part;
+    - the joint rows that gained one token and nothing else, int64[m], and the token of each,
+      int32[m];
     - the indices of all other rows that gained tokens.
 
     Args:
         launched: LAUNCHED[n] of a step; `num_gained` and `end` are filled in. A row with another
             epoch now gains nothing.
-        bounds: int64[ranks + 1], the bounds of each rank's part of `launched`.
         new_tokens: int32[n, w], padded with negative values; NON_FINITE comes first in a failed
             row.
         records: ROW of all joint rows.
@@ -194,7 +192,7 @@ def append(
         stop_ids: the columns of `RowColumns.stop_ids` to check.
     """
     num_tokens, num_failed, (num_rows, width) = 0, 0, new_tokens.shape
-    assert len(launched) == num_rows == bounds[len(bounds) - 1]
+    assert len(launched) == num_rows
     assert len(records) == len(epoch) == len(tokens) == len(latest) == len(stop_ids)
     for i in range(num_rows):
         step, number = launched[i], launched[i].row
@@ -226,20 +224,17 @@ def append(
         step.num_gained, step.end = count, end
         num_tokens += count
     plain, plain_tokens = np.empty(num_rows, np.int64), np.empty(num_rows, np.int32)
-    others, plain_bounds = np.empty(num_rows, np.int64), np.zeros_like(bounds)
+    others = np.empty(num_rows, np.int64)
     num_plain = num_others = 0
-    for rank in range(len(bounds) - 1):
-        # A loop apart: the first waits for memory less if it does less.
-        for i in range(bounds[rank], bounds[rank + 1]):
-            step, row = launched[i], records[launched[i].row]
-            if step.num_gained == 0:
-                continue
-            if step.num_gained > 1 or step.end != GOES_ON or row.is_unsent or row.return_logprob:
-                others[num_others] = i
-                num_others += 1
-            else:
-                plain[num_plain], plain_tokens[num_plain] = step.row, new_tokens[i, 0]
-                num_plain += 1
-        plain_bounds[rank + 1] = num_plain
-    plain, plain_tokens = plain[:num_plain], plain_tokens[:num_plain]
-    return num_tokens, num_failed, plain, plain_tokens, plain_bounds, others[:num_others]
+    # A loop apart: the first waits for memory less if it does less.
+    for i in range(num_rows):
+        step, row = launched[i], records[launched[i].row]
+        if step.num_gained == 0:
+            continue
+        if step.num_gained > 1 or step.end != GOES_ON or row.is_unsent or row.return_logprob:
+            others[num_others] = i
+            num_others += 1
+        else:
+            plain[num_plain], plain_tokens[num_plain] = step.row, new_tokens[i, 0]
+            num_plain += 1
+    return num_tokens, num_failed, plain[:num_plain], plain_tokens[:num_plain], others[:num_others]

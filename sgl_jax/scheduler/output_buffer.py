@@ -1,11 +1,9 @@
 """Collects the outputs of requests until the next take.
 
-Most rows gain one plain token in most steps, and successive steps mostly have the same rows. So the
-request ids of a rank's rows are listed once, and again only when the rows change.
+Most rows gain one plain token in most steps, and successive steps often have the same rows. So the
+request ids of the rows are listed again only if the rows, or their requests, have changed.
 """
 
-from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 from sgl_jax.core.engine_messages import OutputBatch, RequestOutput
@@ -14,35 +12,29 @@ from sgl_jax.scheduler.ranks import Ranks
 
 
 class _ListedRows(NamedTuple):
-    """Joint rows of a rank and their requests' ids, valid while `active` is the rank's array."""
+    """Joint rows, their epochs, and the ids of their requests."""
 
-    active: RowIndex | None
     rows: bytes
+    epochs: bytes  # a row has another epoch once another request has it
     rids: list[str]
 
 
 class OutputBuffer:
     """The outputs of one or more steps, until `take`."""
 
-    def __init__(self, dp_size: int) -> None:
+    def __init__(self) -> None:
         self.outputs: list[RequestOutput] = []
         self.rids: list[str] = []
         self._tokens: list[bytes] = []
-        self._listed = [_ListedRows(None, b"", [])] * dp_size
+        self._listed = _ListedRows(b"", b"", [])
 
-    def add_plain(
-        self, ranks: Ranks, rows: RowIndex, bounds: Sequence[int], tokens: Int32Array
-    ) -> None:
-        """Add one of `tokens` and nothing else to each of the joint `rows`; rank k's rows are
-        `rows[bounds[k] : bounds[k + 1]]`."""
-        for k, (first, end) in enumerate(pairwise(bounds)):
-            listed, active = self._listed[k], ranks.ranks[k].running.active
-            wanted = rows[first:end].tobytes()
-            # Each arrival or departure of a request replaces `active` by a new array.
-            if listed.active is not active or listed.rows != wanted:
-                rids = ranks.running.rids[rows[first:end]].tolist()
-                listed = self._listed[k] = _ListedRows(active, wanted, rids)
-            self.rids += listed.rids
+    def add_plain(self, ranks: Ranks, rows: RowIndex, tokens: Int32Array) -> None:
+        """Add one of `tokens` and nothing else to each of the joint `rows`."""
+        wanted = rows.tobytes(), ranks.tables.epoch[rows].tobytes()
+        if self._listed[:2] != wanted:
+            self._listed = _ListedRows(*wanted, ranks.running.rids[rows].tolist())
+        # The list is never changed: most batches share it.
+        self.rids = [*self.rids, *self._listed.rids] if self.rids else self._listed.rids
         self._tokens.append(tokens.astype("<i4", copy=False).tobytes())
 
     def clear_to(self, outputs: list[RequestOutput]) -> None:

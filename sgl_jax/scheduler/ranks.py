@@ -8,6 +8,7 @@ columns; other files decide their contents.
 from collections.abc import Sequence
 from itertools import accumulate
 from math import ceil
+from operator import is_not
 from typing import Any
 
 import numpy as np
@@ -78,7 +79,6 @@ class Ranks:
         self._empty_rooms["held_above"] = self._empty_rooms["floor"] = NO_FLOOR
         self._empty_rooms["most_tokens"] = NO_LIMIT
         self.host_tiers = [tier for rank in self.ranks if (tier := rank.host.tier) is not None]
-        self._first_rows = np.arange(sizes.dp_size) * sizes.num_rows
         # Each rank's rows, and the cached result of `active` for them.
         self._active_parts: Sequence[RowIndex] = [rank.running.active for rank in self.ranks]
         self._active = self.join(self._active_parts)
@@ -93,14 +93,14 @@ class Ranks:
         bounds. Rank k's rows are in [bounds[k], bounds[k + 1])."""
         parts = [rank.running.active for rank in self.ranks]
         # A rank replaces its array of rows at each change.
-        if any(part is not own for part, own in zip(parts, self._active_parts, strict=True)):
+        if any(map(is_not, parts, self._active_parts)):
             self._active_parts, self._active = parts, self.join(parts)
         return self._active
 
     def join(self, parts: Sequence[RowIndex]) -> tuple[RowIndex, IntpArray]:
-        lens = [len(part) for part in parts]
-        joint = np.concatenate(parts) + np.repeat(self._first_rows, lens)
-        return joint, np.array([0, *accumulate(lens)])
+        joint, bounds = np.concatenate(parts), np.array([0, *accumulate(map(len, parts))])
+        _make_joint(joint, bounds, self.num_rows)
+        return joint, bounds
 
     def forecast(self) -> Forecast:
         """Return a forecast of the ranks' needs without any requests yet."""
@@ -110,7 +110,8 @@ class Ranks:
 
     def rooms(self) -> Rooms:
         """Return the capacity of each rank, ROOM[ranks], without its requests yet."""
-        return self._empty_rooms.copy()
+        # numpy copies records field by field.
+        return np.frombuffer(bytearray(self._empty_rooms.tobytes()), ROOM)
 
     def forecast_rooms(self) -> Rooms:
         """Return the capacity of each rank next to its running requests, ROOM[ranks]."""
@@ -172,6 +173,15 @@ class Ranks:
         """Return the rank of a joint row, and its row there."""
         dp_rank, row = divmod(joint_row, self.num_rows)
         return self.ranks[dp_rank], row
+
+
+@compiled("(int64[::1], int64[::1], int64)")
+def _make_joint(rows: RowIndex, bounds: IntpArray, num_rows: int) -> None:
+    """Make joint rows of `rows`; rank k, with `num_rows` rows, has those from bounds[k] on."""
+    assert bounds[len(bounds) - 1] == len(rows)
+    for rank in range(len(bounds) - 1):
+        for i in range(bounds[rank], bounds[rank + 1]):
+            rows[i] += rank * num_rows
 
 
 @compiled("(int64[::1], int64[::1], row[::1], int32[::1], int64, int64)", row=ROW)

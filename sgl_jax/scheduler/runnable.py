@@ -51,7 +51,7 @@ def choose_runnable(ranks: Ranks) -> list[Runnable]:
         Runnable(
             own_decoding[first:end],
             has_slots,
-            dict(zip(own_prefilling[first_need:end_need], needs[first_need:end_need], strict=True)),
+            {own_prefilling[i]: needs[i] for i in range(first_need, end_need)},
         )
         for has_slots, (first, end), (first_need, end_need) in zip(
             fits, pairwise(decode_bounds.tolist()), pairwise(prefill_bounds.tolist()), strict=True

@@ -79,7 +79,7 @@ class Scheduler:
         self.max_skip_count = max_skip_count
         self._all_ranks = Ranks(sizes, args)
         self.ranks = self._all_ranks.ranks
-        self._outputs = OutputBuffer(sizes.dp_size)
+        self._outputs = OutputBuffer()
         self._live = LiveRequests(self._all_ranks, sizes, args, max_skip_count, self._outputs)
         self._requests = self._live.by_rid
         self._waiting, self._gate = self._live.waiting, self._live.gate

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from sgl_jax.core.step_plan import Int32Array, RankPlan, StepPlan
+from sgl_jax.core.step_plan import Int32Array, RankPlan, RowAdmission, StepPlan
 from sgl_jax.mem_cache.row_growth import commit_rows
 from sgl_jax.scheduler.in_flight_rows import SHARE, InFlightRows, Records, launch
 from sgl_jax.scheduler.ranks import Ranks
@@ -18,6 +18,8 @@ from sgl_jax.scheduler.state_plan import plan_states
 from sgl_jax.scheduler.step_builder import StepBuilder
 
 _NONE_AHEAD = np.zeros(0, np.int32)
+# Of LAUNCHED, for `RankPlan`.
+_COLUMNS = ("own_row", "kv_start", "q_len", "samples", "relayed")
 
 
 def build_plan(
@@ -58,18 +60,25 @@ def build_plan(
     # Take the page log before chunks are published: publishing may replace a row's pages by the
     # tree's while the step still writes them.
     pages = tables.page_log.take()
+    columns = [rows[name] for name in _COLUMNS]
     plans = tuple(
-        _rank_plan(ranks, builder, rows[first:end], share, has_steps=num_steps is not None)
+        _rank_plan(ranks, builder, rows[first:end], [each[first:end] for each in columns], share)
         for builder, (first, end), share in zip(
             builders, pairwise(bounds.tolist()), shares.tolist(), strict=True
         )
     )
+    if num_steps is not None:
+        all_steps, parts = 1 + rows["num_ahead"], pairwise(bounds.tolist())
+        plans = tuple(
+            each._replace(num_steps=all_steps[first:end])
+            for each, (first, end) in zip(plans, parts, strict=True)
+        )
     saved = [move for tier in ranks.host_tiers for move in tier.take_saved()]
     plan = StepPlan(
         step_id,
         plans,
         pages,
-        bool(shares["is_masked"].any()),
+        bool(np.count_nonzero(shares["is_masked"])),
         tuple(saved),
         has_steps=num_steps is not None,
     )
@@ -81,30 +90,30 @@ def build_plan(
 
 
 def _rank_plan(
-    ranks: Ranks, builder: StepBuilder, rows: Records, share: Any, *, has_steps: bool
+    ranks: Ranks, builder: StepBuilder, rows: Records, columns: Sequence[Any], share: Any
 ) -> RankPlan:
-    """Return the plan of a rank's `rows`, LAUNCHED[n], before any commit; its arrays are views of
-    them. `share` has the fields of the rank's SHARE."""
+    """Return the plan of a rank's `rows`, LAUNCHED[n], before any commit. `columns` are their
+    `_COLUMNS`, and `share` has the fields of the rank's SHARE."""
+    own_rows, kv_starts, q_lens, samples, relayed = columns
     num_decode, longest, num_scored, top_logprobs_num, _ = share
     num_pages = -(-(longest + ranks.lookahead_slots) // ranks.page_size)
-    reports = num_scored > 0 or top_logprobs_num >= 0
-    admissions = tuple(builder.rank.unsent_admissions.values())
-    builder.rank.unsent_admissions.clear()
-    num_ids = int(ranks.running.num_logprob_ids[rows["row"]].max()) if reports else 0
-    return RankPlan(
-        rows=rows["own_row"],
-        kv_starts=rows["kv_start"],
-        q_lens=rows["q_len"],
-        samples=rows["samples"],
-        num_pages=min(num_pages, ranks.pages_per_row),
-        num_decode=num_decode,
-        relayed=rows["relayed"],
-        admissions=admissions,
-        num_scored=rows["num_scored"] if num_scored else None,
-        return_logprob=top_logprobs_num >= 0,
-        top_logprobs_num=max(top_logprobs_num, 0),
-        num_logprob_ids=num_ids,
-        states=plan_states(builder, rows) if ranks.has_states else None,
-        drafts=builder.drafts,
-        num_steps=1 + rows["num_ahead"] if has_steps else None,
+    num_pages = min(num_pages, ranks.pages_per_row)
+    admissions: tuple[RowAdmission, ...] = ()
+    if unsent := builder.rank.unsent_admissions:
+        admissions = tuple(unsent.values())
+        unsent.clear()
+    # By position, in half the time.
+    plan = RankPlan(
+        own_rows, kv_starts, q_lens, samples, num_pages, num_decode, relayed, admissions
     )
+    if num_scored > 0 or top_logprobs_num >= 0:
+        plan = plan._replace(
+            num_scored=rows["num_scored"] if num_scored else None,
+            return_logprob=top_logprobs_num >= 0,
+            top_logprobs_num=max(top_logprobs_num, 0),
+            num_logprob_ids=int(ranks.running.num_logprob_ids[rows["row"]].max()),
+        )
+    if ranks.has_states or builder.drafts is not None:
+        states = plan_states(builder, rows) if ranks.has_states else None
+        plan = plan._replace(states=states, drafts=builder.drafts)
+    return plan

@@ -48,6 +48,20 @@ class StepBuilder:
         tenants: the tenants of the requests.
     """
 
+    # First values. Most ranks only decode in most steps, and then nothing else is set.
+    num_drafts = _NO_DRAFTS  # of each decode row; empty if there is no speculation
+    drafts: Int32Array | None = None  # `RankPlan.drafts`
+    num_prefill_tokens = 0  # needed in this step or later
+    # The step has prompt tokens for another request if its priority is above this floor. If it is
+    # above by one, it must also have at most `most_tokens` tokens to compute, or a tenant, by
+    # number, of `open_tenants`.
+    priority_floor, most_tokens = NO_FLOOR, NO_LIMIT
+    open_tenants: BoolArray | None = None
+    _is_short = False  # whether there was an unservable row
+    _has_admitted = False
+    # If the prompt tokens do not suffice, the rows among which the last of them are divided.
+    _shared: SharedTokens | None = None
+
     def __init__(
         self,
         rank: RankScheduler,
@@ -56,42 +70,27 @@ class StepBuilder:
         chunk_tokens: int,
         tenants: Tenants,
     ) -> None:
-        self.rank = rank
+        self.rank, self._sizes, self._tenants = rank, sizes, tenants
+        self.decode_rows, self.has_slots, self._needs = runnable  # `_needs`: see `_count_needs`
         self.retracted: list[Request] = []  # since memory is short
         self.preempted: list[Request] = []  # for requests that start
         self.unservable: list[int] = []  # rows that do not fit even an empty rank
-        self._is_short = False  # whether there was an unservable row
-        self._has_admitted = False
-        self.decode_rows = runnable.decoding
-        self.num_drafts = _NO_DRAFTS  # of each decode row; empty if there is no speculation
-        self.drafts: Int32Array | None = None  # `RankPlan.drafts`
         self.chunks: dict[int, int] = {}  # prompt tokens by row
-        self.has_slots = runnable.has_slots
-        self._needs = needs = runnable.prefilling  # see `_count_needs`
-        # Rows of prompts, the highest priority first, then the oldest.
-        self._prefilling = list(needs)
-        if len(needs) > 1 and rank.running.priorities.differ:
-            self._prefilling.sort(key=lambda row: -needs[row][2])  # stable
-        # Tokens needed in this step or later.
-        self.num_prefill_tokens = sum([need[0] for need in needs.values()])
-        self._max_draft_tokens = sizes.max_draft_tokens
-        self._lookahead_slots = sizes.lookahead_slots
-        self._shapes = sizes.step_token_shapes
-        self.chunk_size = chunk_tokens  # prompt tokens of the step
-        self._max_scored = sizes.max_prompt_logprob_tokens
         # Priorities of prompts, the highest first, with the tokens that higher ones leave.
         self._levels: list[tuple[int, int]] = []
-        # The step has prompt tokens for another request if its priority is above this floor. If it
-        # is above by one, it must also have at most `most_tokens` tokens to compute, or a tenant,
-        # by number, of `open_tenants`.
-        self.priority_floor, self.most_tokens = NO_FLOOR, NO_LIMIT
-        self.open_tenants: BoolArray | None = None
-        self._tenants = tenants
-        # If the prompt tokens do not suffice, the rows among which the last of them are divided.
-        self._shared: SharedTokens | None = None
-        self._num_left, self._num_scored_left = self.chunk_size, self._max_scored
-        if needs:
-            self._take_in_order()
+        self._num_left = chunk_tokens
+        self.chunk_size = chunk_tokens  # prompt tokens of the step
+        self._num_scored_left = sizes.max_prompt_logprob_tokens
+        # Rows of prompts, the highest priority first, then the oldest.
+        self._prefilling = list(self._needs)
+        if self._needs:
+            self._begin_prompts(self._needs)
+
+    def _begin_prompts(self, needs: dict[int, tuple[int, int, int]]) -> None:
+        if len(needs) > 1 and self.rank.running.priorities.differ:
+            self._prefilling.sort(key=lambda row: -needs[row][2])  # stable
+        self.num_prefill_tokens = sum([need[0] for need in needs.values()])
+        self._take_in_order()
 
     def grow_decoding(self) -> None:
         """Reserve the slots of the decode rows; if memory is short, retract requests."""
@@ -101,7 +100,7 @@ class StepBuilder:
 
     def choose_rows(self) -> None:
         """Take memory for drafts and for chunks of prompts, including admitted ones."""
-        if self._max_draft_tokens:
+        if self._sizes.max_draft_tokens:
             self.num_drafts = self._grow_for_drafts()
         if self._prefilling or not len(self.decode_rows):
             self._add_chunks()
@@ -185,7 +184,10 @@ class StepBuilder:
 
     def _plan_tokens(self) -> None:
         """Count the prompt tokens that the prefilling rows leave."""
-        self._num_left, self._num_scored_left = self.chunk_size, self._max_scored
+        self._num_left, self._num_scored_left = (
+            self.chunk_size,
+            self._sizes.max_prompt_logprob_tokens,
+        )
         self.priority_floor, self.most_tokens = NO_FLOOR, NO_LIMIT
         self.open_tenants = self._shared = None
         self._levels.clear()
@@ -218,10 +220,10 @@ class StepBuilder:
         if not self.rank.short_debt:
             least = max(num_tokens // SHORT_PART, self.rank.memory.page_size)
             num_short = min(least, num_tokens // 2)
-        needs = [(row, self._needs[row]) for row in self._prefilling]
+        needs = self._needs
         self._shared = SharedTokens(
             priority,
-            {row: need[0] for row, need in needs if need[2] == priority},
+            {row: needs[row][0] for row in self._prefilling if needs[row][2] == priority},
             num_tokens,
             num_short,
             self.rank.columns.tenant,
@@ -242,10 +244,13 @@ class StepBuilder:
     def _share(self, row: int, num_left: int, num_scored_left: int) -> tuple[int, int]:
         """Return how many of `num_left` prompt tokens `row` takes, and how many it scores."""
         num_wanted, num_unscored, _ = self._needs.get(row) or self._count_needs(row)
-        num_planned = self.chunks.get(row, 0)
-        num_unscored = max(num_unscored - num_planned, 0)
-        count = min(num_wanted - num_planned, num_left, num_unscored + num_scored_left)
-        return count, max(count - num_unscored, 0)
+        if num_planned := self.chunks.get(row, 0):
+            num_wanted, num_unscored = num_wanted - num_planned, max(num_unscored - num_planned, 0)
+        count = min(num_wanted, num_left)
+        if count <= num_unscored:
+            return count, 0
+        count = min(count, num_unscored + num_scored_left)
+        return count, count - num_unscored
 
     def _count_needs(self, row: int) -> tuple[int, int, int]:
         """Return the prompt tokens that `row` needs, those before its first scored position, which
@@ -269,13 +274,17 @@ class StepBuilder:
         would delay more tokens than it takes, or more than the padding that it saves.
         """
         num_prefill = sum(self.chunks.values())
-        num_drafts = int(self.num_drafts.sum()) if self._max_draft_tokens else 0
+        num_drafts = int(self.num_drafts.sum()) if self._sizes.max_draft_tokens else 0
         total = len(self.decode_rows) + num_drafts + num_prefill
-        index = bisect_left(self._shapes, total)
-        larger = self._shapes[index] if index < len(self._shapes) else total
+        index = bisect_left(self._sizes.step_token_shapes, total)
+        larger = (
+            self._sizes.step_token_shapes[index]
+            if index < len(self._sizes.step_token_shapes)
+            else total
+        )
         if larger == total:
             return
-        smaller = self._shapes[index - 1] if index else 0
+        smaller = self._sizes.step_token_shapes[index - 1] if index else 0
         excess = total - smaller
         if 2 * excess > num_prefill or excess >= larger - total:
             return
@@ -322,12 +331,12 @@ class StepBuilder:
     def _grow_for_drafts(self) -> Int32Array:
         """Choose each decode row's drafts and reserve their slots; none if memory is short."""
         rows = self.decode_rows
-        drafts = choose_drafts(self.rank.columns, rows, self._max_draft_tokens)
-        expected = choose_expected(self.rank.running, rows, self._max_draft_tokens)
+        drafts = choose_drafts(self.rank.columns, rows, self._sizes.max_draft_tokens)
+        expected = choose_expected(self.rank.running, rows, self._sizes.max_draft_tokens)
         if expected is not None:
             drafts += expected[0]
         ends = self._decode_ends(rows) + drafts
-        ahead = np.where(drafts > 0, self._lookahead_slots, 0).astype(np.int32)
+        ahead = np.where(drafts > 0, self._sizes.lookahead_slots, 0).astype(np.int32)
         ends = np.minimum(ends + ahead, self.rank.columns.max_len[rows])
         if not self.rank.memory.grow_rows(rows, ends):
             return np.zeros_like(drafts)
@@ -352,7 +361,10 @@ class StepBuilder:
     def _add_chunks(self) -> None:
         """Add a chunk of each prefilling row within the step's prompt tokens and memory."""
         running = self.rank.running
-        self._num_left, self._num_scored_left = self.chunk_size, self._max_scored
+        self._num_left, self._num_scored_left = (
+            self.chunk_size,
+            self._sizes.max_prompt_logprob_tokens,
+        )
         shared, self.rank.short_debt = self._shared, self.rank.short_debt if self._shared else 0
         for row in self._prefilling:
             if self._num_left <= 0:

@@ -165,7 +165,8 @@ class Tenants:
 
     def serve_prompt(self, number: int, num_tokens: int, num_cached: int) -> None:
         """Count a prompt that starts, except its cached tokens."""
-        self._tokens[:2, number] += num_tokens, num_cached
+        self._tokens[0, number] += num_tokens
+        self._tokens[1, number] += num_cached
         cost = PROMPT_WEIGHT * (num_tokens - num_cached)
         self._served[number] += cost / self._weight[number]
 

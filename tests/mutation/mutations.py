@@ -340,8 +340,9 @@ MUTATIONS = (
     Mutation(
         "free duplicates from the matched instead of the protected length",
         _RELEASE,
-        "        is_duplicate &= fresh > 0\n",
-        "        is_duplicate[:, 0] = False\n        is_duplicate &= fresh > 0\n",
+        "        is_duplicate = (fresh != kept.pages) & (fresh > 0)\n",
+        "        is_duplicate = (fresh != kept.pages) & (fresh > 0)\n"
+        "        is_duplicate[:, 0] = False\n",
     ),
     Mutation(
         "offer tokens that were not written",
@@ -727,8 +728,8 @@ MUTATIONS = (
     Mutation(
         "admit a retracted request twice on the device",
         _BUILDER,
-        "    builder.rank.unsent_admissions.clear()\n",
-        "",
+        "        unsent.clear()\n",
+        "        pass\n",
     ),
     Mutation(
         "retract from a rank that has room",
@@ -1934,8 +1935,8 @@ MUTATIONS = (
     Mutation(
         "pass over what may not run there",
         "sgl_jax/scheduler/waiting/queue_loops.py",
-        "if not may_run[line] or not is_waiting[line]:\n            continue\n        assert 0",
-        "if not is_waiting[line]:\n            continue\n        assert 0",
+        "if not may_run[line] or not is_waiting[line] or held_until[line]:\n",
+        "if not is_waiting[line] or held_until[line]:\n",
     ),
     Mutation(
         "let all that were passed over start one after the other",
@@ -3869,7 +3870,7 @@ MUTATIONS = (
     Mutation(
         "in use: keep what was counted before a start",
         "sgl_jax/scheduler/waiting/admission_order.py",
-        "                    in_use_at[k].clear()\n",
+        "                    in_use_at.pop(k, None)\n",
         "",
     ),
     Mutation(
@@ -4084,9 +4085,9 @@ MUTATIONS = (
     ),
     Mutation(
         "working set: count passes over requests that wait for it",
-        _QUEUE,
-        "            lines.is_waiting & (lines.held_until == 0),\n",
-        "            lines.is_waiting,\n",
+        _LINES,
+        " or held_until[line]:\n",
+        ":\n",
     ),
     Mutation(
         "working set: order by the longest prefix while a rank thrashes",

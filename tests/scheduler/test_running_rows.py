@@ -53,7 +53,6 @@ def append(columns: RowColumns, samples: list[bool], tokens: np.ndarray) -> Reco
     rows["row"], rows["samples"] = (1, 4), samples
     num_tokens, num_failed, *_ = in_flight_rows.append(
         rows,
-        np.array([0, 1, 2]),
         tokens,
         columns.records,
         np.zeros(len(columns.records), np.int32),

@@ -60,14 +60,15 @@ class TransitionLog:
     def note(self, action: Action, owners: int | Int32Array, pages: Int32Array) -> None:
         """Record a call and its arrays, which must not change afterwards. If a call has more than
         `MAX_PAGES` pages, only the first `MAX_PAGES` are recorded."""
+        ring, count = self._ring, len(pages)
         self.clock += 1
-        if len(pages) > MAX_PAGES:
-            pages = pages[:MAX_PAGES]
+        if count > MAX_PAGES:
+            pages, count = pages[:MAX_PAGES], MAX_PAGES
             owners = owners if isinstance(owners, int) else owners[:MAX_PAGES]
-        self._ring.append((self.clock, action, owners, pages))
-        self._num_pages += len(pages)
-        while self._num_pages > MAX_PAGES or len(self._ring) > MAX_CALLS:
-            self._num_pages -= len(self._ring.popleft()[3])
+        ring.append((self.clock, action, owners, pages))
+        self._num_pages += count
+        while self._num_pages > MAX_PAGES or len(ring) > MAX_CALLS:
+            self._num_pages -= len(ring.popleft()[3])
 
     def clear(self) -> None:
         """Remove all transitions; the clock continues."""
@@ -158,8 +159,8 @@ class PageAllocator:
         count = len(owners)
         if count > self.num_free:
             raise OutOfPagesError(f"{self.name}: {count} pages asked, {self.num_free} free")
-        pages = _pop_each(owners, self._free_stack[: self.num_free], self._owner)
-        if len(pages) < count:
+        pages: Int32Array = np.empty(count, np.int32)
+        if not _pop_each(owners, self._free_stack, self.num_free, self._owner, pages):
             raise OwnershipError(f"{self.name}: only rows take pages, not owner {owners.min()}")
         self.num_free -= count
         self._log.note("take", owners, pages)
@@ -295,17 +296,20 @@ def _change_owner(
     return True
 
 
-@compiled("(int32[:], int32[::1], int32[::1])")
-def _pop_each(new_owners: Int32Array, free: Int32Array, owners: Int32Array) -> Int32Array:
-    """Take a page for each of `new_owners` from the end of `free`, and record its owner. The last
-    page is taken first. Return the pages, or none if one of `new_owners` is not a row."""
-    pages = np.empty(len(new_owners), np.int32)
-    assert len(pages) <= len(free)
+@compiled("(int32[:], int32[::1], int64, int32[::1], int32[::1])")
+def _pop_each(
+    new_owners: Int32Array, free: Int32Array, num_free: int, owners: Int32Array, pages: Int32Array
+) -> bool:
+    """Take `pages`, one for each of `new_owners`, from the end of the first `num_free` of `free`,
+    and record their owners. The last page is taken first. Return False, changing nothing, if one of
+    `new_owners` is not a row."""
+    assert len(pages) == len(new_owners)
+    assert len(pages) <= num_free <= len(free)
     for owner in new_owners:
         if owner < 1:
-            return pages[:0]
+            return False
     for i in range(len(pages)):
-        pages[i] = free[len(free) - 1 - i]
+        pages[i] = free[num_free - 1 - i]
         assert 0 <= pages[i] < len(owners)
         owners[pages[i]] = new_owners[i]
-    return pages
+    return True

@@ -20,7 +20,7 @@ from sgl_jax.mem_cache.tree.tree_component import (
     LockedEnd,
     TreeComponent,
 )
-from sgl_jax.mem_cache.tree_node import TreeNode, front
+from sgl_jax.mem_cache.tree_node import TreeNode, front, joined
 
 
 class FullComponent(TreeComponent):
@@ -57,9 +57,7 @@ class FullComponent(TreeComponent):
         return bool(upper.locks[self.index] == lower.locks[self.index])
 
     def merge(self, upper: TreeNode, lower: TreeNode) -> None:
-        lower.values[self.index] = np.concatenate(
-            [upper.values[self.index], lower.values[self.index]]
-        )
+        lower.values[self.index] = joined(upper.values[self.index], lower.values[self.index])
 
     def lock(self, node: TreeNode, first_pages: FirstPages = None) -> None:
         self._count_locks(node, None, 1)

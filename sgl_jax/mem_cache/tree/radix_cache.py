@@ -235,7 +235,7 @@ class RadixCache:
         start = offer.node
         if start is not None and start.is_withdrawn:
             return None
-        node = self._insert(_contiguous(tokens), offer, start or self.tree.root)
+        node, is_new = self._insert(_contiguous(tokens), offer, start or self.tree.root)
         # Read before the lock moves, since `start` may then merge with the next node.
         first = 0 if start is None else start.end // self.tree.page_size
         if start is None:
@@ -243,10 +243,14 @@ class RadixCache:
         else:
             self._move_lock(start, node, offer.first_pages)
         self.tree.settle()  # some of the taken pages may be dead
-        return PrefixMatch(node.end, self.tree.pages_after(node, first), node)
+        pages = offer.pages[:, first:] if is_new else self.tree.pages_after(node, first)
+        return PrefixMatch(node.end, pages, node)
 
-    def _insert(self, tokens: Int32Array, offer: LeaseOffer, start: TreeNode) -> TreeNode:
-        """Make `tokens` a path. Return its last node, not locked.
+    def _insert(
+        self, tokens: Int32Array, offer: LeaseOffer, start: TreeNode
+    ) -> tuple[TreeNode, bool]:
+        """Make `tokens` a path. Return its last node, not locked, and whether all pages after
+        `start` were taken from the offer.
 
         Components take the pages that they lack. Only nodes below `start` are visited, so a long
         conversation costs no more to continue than a short one.
@@ -269,7 +273,7 @@ class RadixCache:
         if is_new:
             tree.recall_uses(node)
         tree.merge_path(node, start)
-        return node
+        return node, length == start.end and not self._windows
 
     def withdraw(self, tokens: Int32Array, namespace: str, length: int) -> None:
         """Withdraw the prefix `tokens` past its first `length` tokens, in whole pages, from

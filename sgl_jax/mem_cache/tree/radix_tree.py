@@ -38,6 +38,7 @@ from sgl_jax.mem_cache.tree_node import (
     edge_key,
     front,
     is_on_tree,
+    joined,
     only_child,
     parent_of,
 )
@@ -357,8 +358,8 @@ class RadixTree:
         parent = parent_of(upper)
         for component in self.components:
             component.merge(upper, lower)
-        lower.key = np.concatenate([upper.key, lower.key])
-        lower.page_hashes = np.concatenate([upper.page_hashes, lower.page_hashes])
+        lower.key = joined(upper.key, lower.key)
+        lower.page_hashes = joined(upper.page_hashes, lower.page_hashes)
         lower.parent = parent
         lower.child_key = upper.child_key
         parent.children[lower.child_key] = lower

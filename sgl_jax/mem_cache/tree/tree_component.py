@@ -20,6 +20,8 @@ from sgl_jax.mem_cache.tree_node import TreeNode
 # has locked. None: no window page was released. Entries of FULL groups are ignored.
 FirstPages = Sequence[int] | Int32Array | None
 
+_NO_PAGES = np.zeros(0, np.int32)
+
 
 class LeaseOffer(NamedTuple):
     """A lease's pages for the prefix [0, len(tokens)), from which components take missing pages."""
@@ -69,9 +71,11 @@ class TreeComponent(ABC):
         self._dropped: list[Int32Array] = []
 
     def pages_of(self, nodes: Sequence[TreeNode]) -> Int32Array:
-        if not nodes:
-            return np.zeros(0, np.int32)
-        return np.concatenate([node.values[self.index] for node in nodes])
+        """Return a new array of the pages of all `nodes`."""
+        if len(nodes) == 1:  # in less time than `np.concatenate` takes
+            pages: Int32Array = nodes[0].values[self.index].copy()
+            return pages
+        return np.concatenate([_NO_PAGES, *(node.values[self.index] for node in nodes)])
 
     def _count_locked(self, num_pages: int) -> None:
         """Count `num_pages` more pages on the tree as locked; if negative, as unlocked."""
@@ -117,7 +121,8 @@ class TreeComponent(ABC):
 
     def flush_dropped(self) -> None:
         if self._dropped:
-            self._allocator.free(np.concatenate(self._dropped), TREE)
+            pages = self._dropped[0] if len(self._dropped) == 1 else np.concatenate(self._dropped)
+            self._allocator.free(np.ascontiguousarray(pages), TREE)
             self._dropped.clear()
 
     def audit(self, nodes: Sequence[TreeNode], locks: Sequence[LockedEnd]) -> None:

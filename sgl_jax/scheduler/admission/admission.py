@@ -105,8 +105,10 @@ class Admission:
         while is_changed:
             # A request for which a rank was held may start on another rank now.
             rooms.records["held_above"] = NO_FLOOR
+            offer.open_tenants[:] = False
             for dp_rank, builder in enumerate(builders):
-                _note_open_tenants(offer, dp_rank, builder.open_tenants)
+                if builder.open_tenants is not None:
+                    _note_open_tenants(offer, dp_rank, builder.open_tenants)
             is_changed = self._start_some(rooms, options, offer, step)
 
     def _has_tokens(self, builders: Sequence[StepBuilder], highest: int, step: int) -> bool:
@@ -134,7 +136,9 @@ class Admission:
         """Start requests in the queue's order, up to the first that preempted others. Return
         whether to try the rest again."""
         threshold = self.args.priority_scheduling_preemption_threshold
-        preemptible = [room.preemptible for room in rooms] if offer.may_preempt.any() else []
+        preemptible = []
+        if np.count_nonzero(offer.may_preempt):
+            preemptible = [room.preemptible for room in rooms]
         num_following, num_staying, num_failed, is_open = 0, 0, 0, offer.rooms["is_open"]
         is_thrashing = rooms.is_thrashing
         candidates = self._waiting.candidates(offer, step, preemptible, threshold, is_thrashing)
@@ -171,7 +175,7 @@ class Admission:
                 num_following += 1
                 if num_following >= MAX_DEFERRED:
                     offer.passed_by.append(request.line)
-            if num_staying == MAX_DEFERRED or not (preemptible or is_open.any()):
+            if num_staying == MAX_DEFERRED or not (preemptible or np.count_nonzero(is_open)):
                 break
         return False
 

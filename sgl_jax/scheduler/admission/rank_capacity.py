@@ -209,9 +209,9 @@ class RankCapacity:
         cost = option.cost
         if not self.rank.has_row or short > 0:
             cost += self.chunk_size * self._steps_to_room(num_pages)
-        room = self._rooms[self.dp_rank]
-        is_full = bool(room.pages[room.peak] + num_pages > FULL_PART * self._num_total)
-        return option._replace(cost=cost, is_full=is_full)
+        peak = self._rooms["peak"].item(self.dp_rank)
+        num_at_peak = self._rooms["pages"].item(self.dp_rank, peak) + num_pages
+        return option._replace(cost=cost, is_full=num_at_peak > FULL_PART * self._num_total)
 
     def fetch(self, request: Request, cursor: PrefixCursor) -> tuple[int, int] | None:
         """Fetch the request's prefix from the host if faster; return its row and length."""

@@ -287,8 +287,8 @@ def order_keys(
 
 
 @compiled(
-    "(int64, int64, boolean, int64, int64, boolean[::1], needs[::1], float64[::1], int64[::1], "
-    "int32[::1], int32[::1], boolean[::1], int32[::1], int32[::1])",
+    "(int64, int64, boolean, int64, int64, boolean[::1], int64[::1], needs[::1], float64[::1], "
+    "int64[::1], int32[::1], int32[::1], boolean[::1], int32[::1], int32[::1])",
     needs=NEED,
 )
 def pass_over(
@@ -298,6 +298,7 @@ def pass_over(
     num_free: int,
     max_skip_count: int,
     is_waiting: BoolArray,
+    held_until: Int64Array,
     needs: Needs,
     service: Float64Array,
     arrival: Int64Array,
@@ -309,7 +310,8 @@ def pass_over(
 ) -> None:
     """Count a pass over each line below `end` that `may_run` there, is no less important, and comes
     before line `started`: by arrival or, for another tenant, by that tenant's place in `turns`. If
-    the started request was due, reset the passes over later lines.
+    the started request was due, reset the passes over later lines. Lines that `held_until` delays
+    are left out.
 
     A line that lacked pages, since there were only `num_free`, has been passed over
     `max_skip_count` times when the requests before it have received as much service as it needs. A
@@ -320,7 +322,7 @@ def pass_over(
     assert 0 <= tenant[started] < len(turns)
     started_turn, started_priority = turns[tenant[started]], needs[started].priority
     for line in range(end):
-        if not may_run[line] or not is_waiting[line]:
+        if not may_run[line] or not is_waiting[line] or held_until[line]:
             continue
         assert 0 <= tenant[line] < len(turns)
         turn, need = turns[tenant[line]], needs[line]

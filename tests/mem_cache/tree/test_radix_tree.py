@@ -21,7 +21,7 @@ class Tree:
     def insert(self, *tokens: int) -> TreeNode:
         array = np.array(tokens, np.int32)
         offered = self.allocator.alloc(len(tokens) // 2, 1)
-        node = self.cache._insert(array, LeaseOffer(1, offered[None]), self.tree.root)
+        node = self.cache._insert(array, LeaseOffer(1, offered[None]), self.tree.root)[0]
         kept = self.full.pages_of(self.tree.path_to(node))
         self.allocator.free(offered[offered != kept], 1)
         check_shape(self.tree)
@@ -94,7 +94,7 @@ def test_prefixes_longer_than_the_recursion_limit_are_no_problem() -> None:
         array = np.zeros(length, np.int32)
         pages = np.zeros(length // 2, np.int32)
         pages[-1:] = tree.allocator.alloc(1, 1)
-        nodes.append(tree.cache._insert(array, LeaseOffer(1, pages[None]), tree.tree.root))
+        nodes.append(tree.cache._insert(array, LeaseOffer(1, pages[None]), tree.tree.root)[0])
         tree.cache._lock(nodes[-1])
     node = tree.match(*[0] * 2020)
     assert node is not None
@@ -111,7 +111,7 @@ def test_a_prefix_is_as_old_as_the_youngest_of_what_continued_it() -> None:
     tree.cache._lock(stem)
     pages = np.concatenate([stem.values[0], tree.allocator.alloc(1, 1)])
     offer = LeaseOffer(1, pages[None], stem)
-    leaf = tree.cache._insert(np.array([1, 2, 3, 4, 5, 6], np.int32), offer, stem)
+    leaf = tree.cache._insert(np.array([1, 2, 3, 4, 5, 6], np.int32), offer, stem)[0]
     tree.cache.unlock(stem)
     assert stem.last_access < other.last_access < leaf.last_access
     assert tree.cache.evict(2) == 2
@@ -129,7 +129,7 @@ def publish_in_chunks(tree: Tree, num_tokens: int, chunk: int) -> TreeNode:
         pages = np.concatenate([held, tree.allocator.alloc(chunk // 2, 1)])
         start, node = (
             node,
-            tree.cache._insert(tokens[:end], LeaseOffer(1, pages[None]), node or tree.tree.root),
+            tree.cache._insert(tokens[:end], LeaseOffer(1, pages[None]), node or tree.tree.root)[0],
         )
         if start is None:
             tree.cache._lock(node)
@@ -203,7 +203,7 @@ def test_nodes_that_an_age_tells_apart_merge_when_the_lower_has_its_childs() -> 
     assert lower.parent is upper  # which was used more lately
     offered = tree.allocator.alloc(4, 1)
     tokens = np.arange(1, 9, dtype=np.int32)
-    child = tree.cache._insert(tokens, LeaseOffer(1, offered[None], lower), lower)
+    child = tree.cache._insert(tokens, LeaseOffer(1, offered[None], lower), lower)[0]
     assert lower.last_access < upper.last_access < child.last_access
     tree.cache.unlock(lower)
     assert list(tree.tree.nodes()) == [upper, lower, child]
