@@ -27,12 +27,20 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -43,6 +51,10 @@ from transformers import (
     Qwen3MoeForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
@@ -122,6 +134,18 @@ YARN = {
     "mscale": 0.7,
     "mscale_all_dim": 0.9,
     "original_max_position_embeddings": 32,
+}
+TINY = SMALL | {"vocab_size": 130, "eos_token_id": 129, "bos_token_id": 128}
+GLM_EXPERTS = {
+    "moe_intermediate_size": 16,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 100.0,
+        "partial_rotary_factor": 0.5,
+    },
 }
 MODELS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig]] = {
     "llama": (
@@ -282,6 +306,109 @@ MODELS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig]] = {
             rms_norm_eps=1e-2,
             routed_scaling_factor=2.827,
             rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        ),
+    ),
+    # Every third layer is not rotated, and the last period is not whole.
+    "smollm3": (
+        SmolLM3ForCausalLM,
+        SmolLM3Config(
+            **TINY,
+            num_hidden_layers=5,
+            no_rope_layer_interval=3,
+            pad_token_id=0,
+            rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+        ),
+    ),
+    "seed_oss": (
+        SeedOssForCausalLM,
+        SeedOssConfig(
+            **TINY | {"num_attention_heads": 6}, num_hidden_layers=2, head_dim=12, pad_token_id=0
+        ),
+    ),
+    # Three of four pairs are rotated; the prompt exceeds the original context.
+    "phi3": (
+        Phi3ForCausalLM,
+        Phi3Config(
+            **TINY,
+            num_hidden_layers=2,
+            pad_token_id=0,
+            tie_word_embeddings=True,
+            original_max_position_embeddings=32,
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 100.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.1, 1.3],
+                "long_factor": [1.2, 2.0, 5.0],
+            },
+        ),
+    ),
+    "phi3_window": (
+        Phi3ForCausalLM,
+        Phi3Config(
+            **TINY | {"num_key_value_heads": 4},
+            num_hidden_layers=2,
+            pad_token_id=0,
+            sliding_window=11,
+        ),
+    ),
+    "olmo3": (
+        Olmo3ForCausalLM,
+        Olmo3Config(
+            **TINY,
+            num_hidden_layers=6,
+            sliding_window=10,
+            pad_token_id=0,
+            rope_parameters={
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 100.0,
+                    "factor": 8.0,
+                    "attention_factor": 1.2,
+                    "beta_fast": 4.0,
+                    "beta_slow": 1.0,
+                    "original_max_position_embeddings": 32,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        ),
+    ),
+    "glm4_moe": (
+        Glm4MoeForCausalLM,
+        Glm4MoeConfig(
+            **TINY,
+            **GLM_EXPERTS,
+            num_hidden_layers=3,
+            head_dim=12,
+            attention_bias=True,
+            use_qk_norm=True,
+            n_routed_experts=7,
+        ),
+    ),
+    # Groups of experts; no biases and no norms, as in the Air models.
+    "glm4_moe_groups": (
+        Glm4MoeForCausalLM,
+        Glm4MoeConfig(
+            **TINY,
+            **GLM_EXPERTS | {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5},
+            num_hidden_layers=4,
+            head_dim=16,
+            n_routed_experts=12,
+        ),
+    ),
+    "minimax_m2": (
+        MiniMaxM2ForCausalLM,
+        MiniMaxM2Config(
+            **TINY | {"intermediate_size": 16},
+            num_hidden_layers=2,
+            head_dim=12,
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 100.0,
+                "partial_rotary_factor": 0.5,
+            },
         ),
     ),
 }

@@ -88,10 +88,50 @@ _DEEPSEEK_V3 = _DEEPSEEK | {
     "topk_group": 4,
     "topk_method": "noaux_tc",
 }
+_SMOLLM3 = {
+    "no_rope_layer_interval": 4,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 2e6,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+}
+_SEED_OSS = {"attention_bias": True, "attention_out_bias": False, "head_dim": 128}
+_PHI3 = {"original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0}
+_OLMO3 = {
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 4,
+}
+_GLM4_MOE = {
+    "attention_out_bias": False,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 8,
+    "partial_rotary_factor": 0.5,
+    "scoring_func": "sigmoid",
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "use_qk_norm": False,
+}
+_MINIMAX_M2 = {
+    "head_dim": 128,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 8,
+    "num_local_experts": 256,
+    "partial_rotary_factor": None,  # by `rotary_dim`
+    "scoring_func": "sigmoid",
+    "use_routing_bias": True,
+}
 # Other names of fields, by architecture.
 _ALIASES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "GptOssForCausalLM": {"moe_intermediate_size": "intermediate_size"},
+        "MiniMaxM2ForCausalLM": {"moe_intermediate_size": "intermediate_size"},
         # All layers have experts.
         "Qwen3_5MoeForCausalLM": {"intermediate_size": "moe_intermediate_size"},
         "Qwen3_5MoeForConditionalGeneration": {"intermediate_size": "moe_intermediate_size"},
@@ -103,8 +143,12 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
         "Gemma3ForCausalLM": _GEMMA3,
         "Gemma3ForConditionalGeneration": _GEMMA3,
+        "Glm4MoeForCausalLM": _GLM4_MOE,
         "GptOssForCausalLM": _GPT_OSS,
+        "MiniMaxM2ForCausalLM": _MINIMAX_M2,
         "MistralForCausalLM": {"sliding_window": 4096},
+        "Olmo3ForCausalLM": _OLMO3,
+        "Phi3ForCausalLM": _PHI3,
         "Qwen2ForCausalLM": _QWEN,
         "Qwen3ForCausalLM": _QWEN,
         "Qwen3MoeForCausalLM": _QWEN,
@@ -113,6 +157,8 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "Qwen3_5ForConditionalGeneration": _HYBRID,
         "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
         "Qwen3_5MoeForConditionalGeneration": _QWEN3_5_MOE,
+        "SeedOssForCausalLM": _SEED_OSS,
+        "SmolLM3ForCausalLM": _SMOLLM3,
     }
 )
 # The section of a multimodal config that describes the text model.
@@ -153,6 +199,21 @@ def completed(raw: Mapping[str, Any]) -> dict[str, Any]:
 def is_hybrid(raw: Mapping[str, Any]) -> bool:
     """Return True for architectures with recurrent layers."""
     return "linear_num_key_heads" in _DEFAULTS.get(architecture_name(raw), {})
+
+
+def rotates_partly(raw: Mapping[str, Any]) -> bool:
+    """Return True for architectures that may rotate only a part of each head."""
+    return "partial_rotary_factor" in _DEFAULTS.get(architecture_name(raw), {})
+
+
+def leaves_layers_unrotated(raw: Mapping[str, Any]) -> bool:
+    """Return True for architectures with attention layers that do not rotate queries and keys."""
+    return "no_rope_layer_interval" in _DEFAULTS.get(architecture_name(raw), {})
+
+
+def chooses_qk_norm(raw: Mapping[str, Any]) -> bool:
+    """Return True for architectures with a field for the norms of queries and keys."""
+    return "use_qk_norm" in _DEFAULTS.get(architecture_name(raw), {})
 
 
 def has_latents(raw: Mapping[str, Any]) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
@@ -269,7 +270,6 @@ class CausalLM(nnx.Module):
         spec, number = self.config.draft_layer, self.config.num_layers
         assert self.draft_layer is not None
         assert spec is not None
-        assert spec.rope is not None
         index, group = next(
             (i, own) for i, own in enumerate(self.cache_groups) if number in own.layers
         )
@@ -295,18 +295,20 @@ class CausalLM(nnx.Module):
     def _reads(
         self, batches: Sequence[AttentionBatch], state_batch: StateBatch | None
     ) -> list[tuple[Any, ...]]:
-        ropes = dict.fromkeys(spec.rope for spec in self.config.layers if spec.rope)
+        ropes = dict.fromkeys(spec.rope for spec in self.config.layers if not spec.recurrence)
         turned = {rope: self._rotation(rope, batches[0].positions) for rope in ropes}
         group_of = {
             layer: number for number, own in enumerate(self.cache_groups) for layer in own.layers
         }
         return [
-            (turned[spec.rope], batches[group_of[layer]]) if spec.rope else (state_batch,)
+            (state_batch,) if spec.recurrence else (turned[spec.rope], batches[group_of[layer]])
             for layer, spec in enumerate(self.config.layers)
         ]
 
-    def _rotation(self, rope: RopeConfig, positions: jax.Array) -> Rotation:
+    def _rotation(self, rope: RopeConfig | None, positions: jax.Array) -> Rotation:
         size = self.config.rope_head_dim
+        if rope is None:  # all angles are 0
+            return rotation(positions, np.zeros(0, np.float32), num_pairs=size // 2)
         return rotation(positions, rope.inverse_frequencies(size), rope.attention_factor, size // 2)
 
     def _run(

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from sgl_jax.layers.linear import ExpertLinear, Linear
 from sgl_jax.layers.moe import MixtureOfExperts, SharedExpert
@@ -23,8 +24,25 @@ def qwen3_moe_layer(config: ModelConfig, spec: LayerSpec, options: BuildOptions)
     return qwen3_layer(config, spec, options, experts=experts)
 
 
+class ExpertNames(NamedTuple):
+    """Names of the modules of a layer's experts; all but the first are relative to it."""
+
+    block: str = "mlp."
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    choice_bias: str = "gate.e_score_correction_bias"
+
+
+_NAMES = ExpertNames()
+
+
 def mixture_of_experts(
-    config: ModelConfig, spec: LayerSpec, moe: MoeConfig, options: BuildOptions
+    config: ModelConfig,
+    spec: LayerSpec,
+    moe: MoeConfig,
+    options: BuildOptions,
+    names: ExpertNames = _NAMES,
 ) -> MixtureOfExperts:
     """Declare a layer's experts, with a shared expert if the config has one.
 
@@ -32,23 +50,23 @@ def mixture_of_experts(
     """
     hidden, width, dtype = config.hidden_size, moe.intermediate_size, options.dtype
     require_divisible("moe_intermediate_size", width, options.expert_slices)
-    router = Tensor("mlp.gate.weight", (hidden, moe.num_experts), transposed=True)
-
-    choice_bias = Tensor("mlp.gate.e_score_correction_bias", (moe.num_experts,))
+    block, router_shape = names.block, (hidden, moe.num_experts)
+    router = Tensor(f"{block}gate.weight", router_shape, transposed=True)
+    choice_bias = Tensor(block + names.choice_bias, (moe.num_experts,))
     # All three are [experts, width, hidden], the layout of the grouped matmul.
     shape = (moe.num_experts, width, hidden)
-    both = Tensor("mlp.experts.gate_up_proj", (moe.num_experts, 2 * width, hidden))
+    both = Tensor(f"{block}experts.gate_up_proj", (moe.num_experts, 2 * width, hidden))
     together: dict[str, Source] = {
-        "gate": Slice(both, 1, 0, width),
-        "up": Slice(both, 1, width, width),
-        "down": Tensor("mlp.experts.down_proj", shape, transposed=True),
+        names.gate: Slice(both, 1, 0, width),
+        names.up: Slice(both, 1, width, width),
+        names.down: Tensor(f"{block}experts.down_proj", shape, transposed=True),
     }
 
     def matrices(name: str, *, inwards: bool) -> ExpertLinear:
-        one = Tensor(f"{name}_proj.weight", (width, hidden), transposed=not inwards)
-        names = tuple(f"mlp.experts.{expert}." for expert in range(moe.num_experts))
-        source = options.all_experts(OneOf(Stacked(names, one), together[name]))
-        one_expert = replace(one, name=names[0] + one.name)
+        one = Tensor(f"{name}.weight", (width, hidden), transposed=not inwards)
+        prefixes = tuple(f"{block}experts.{expert}." for expert in range(moe.num_experts))
+        source = options.all_experts(OneOf(Stacked(prefixes, one), together[name]))
+        one_expert = replace(one, name=prefixes[0] + one.name)
         return ExpertLinear(
             source,
             dtype,
@@ -60,9 +78,9 @@ def mixture_of_experts(
 
     return MixtureOfExperts(
         Linear(router, dtype),
-        matrices("gate", inwards=True),
-        matrices("up", inwards=True),
-        matrices("down", inwards=False),
+        matrices(names.gate, inwards=True),
+        matrices(names.up, inwards=True),
+        matrices(names.down, inwards=False),
         num_experts=moe.num_experts,
         choice=moe.choice,
         choice_bias=choice_bias if moe.has_choice_bias else None,

@@ -11,8 +11,12 @@ from sgl_jax.models.draft_layer import declare_draft_layer
 from sgl_jax.models.drafter import Drafter
 from sgl_jax.models.eagle3 import declare_eagle3_layer
 from sgl_jax.models.gemma3 import GEMMA3, GEMMA3_TEXT
+from sgl_jax.models.glm4_moe import GLM4_MOE
 from sgl_jax.models.gpt_oss import gpt_oss_layer
 from sgl_jax.models.llama import llama_layer
+from sgl_jax.models.minimax_m2 import minimax_m2_layer
+from sgl_jax.models.olmo3 import olmo3_layer
+from sgl_jax.models.phi3 import phi3_layer
 from sgl_jax.models.qwen3 import qwen3_layer, qwen3_moe_layer
 from sgl_jax.models.qwen3_next import QWEN3_5, QWEN3_5_TEXT, QWEN3_NEXT
 
@@ -22,9 +26,13 @@ _ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "DeepseekV3ForCausalLM": DEEPSEEK,
         "Gemma3ForCausalLM": GEMMA3_TEXT,
         "Gemma3ForConditionalGeneration": GEMMA3,
+        "Glm4MoeForCausalLM": GLM4_MOE,
         "GptOssForCausalLM": Architecture(gpt_oss_layer),
         "LlamaForCausalLM": Architecture(llama_layer),
+        "MiniMaxM2ForCausalLM": Architecture(minimax_m2_layer),
         "MistralForCausalLM": Architecture(llama_layer),  # the config has the window
+        "Olmo3ForCausalLM": Architecture(olmo3_layer),
+        "Phi3ForCausalLM": Architecture(phi3_layer),
         "Qwen2ForCausalLM": Architecture(partial(llama_layer, qkv_bias=True)),
         "Qwen3ForCausalLM": Architecture(qwen3_layer),
         "Qwen3MoeForCausalLM": Architecture(qwen3_moe_layer),
@@ -33,6 +41,8 @@ _ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "Qwen3_5ForConditionalGeneration": QWEN3_5,
         "Qwen3_5MoeForCausalLM": QWEN3_5_TEXT,
         "Qwen3_5MoeForConditionalGeneration": QWEN3_5,
+        "SeedOssForCausalLM": Architecture(llama_layer),
+        "SmolLM3ForCausalLM": Architecture(llama_layer),  # the config has the unrotated layers
     }
 )
 

@@ -34,7 +34,7 @@ from sgl_jax.layers.parameter import stack_layers
 from sgl_jax.layers.rotary import rotate, rotation
 from sgl_jax.layers.sampling.split_logits import SplitLogits
 from sgl_jax.layers.sources import Tensor
-from sgl_jax.models.layer_specs import RopeConfig
+from sgl_jax.models.rope_config import RopeConfig
 from tests.layers.modules import (
     declared_shapes,
     declared_specs,
