@@ -31,10 +31,20 @@ from transformers import (
     Glm4MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MiniMaxM2Config,
     MiniMaxM2ForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    Mistral4Config,
+    Mistral4ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     Olmo3Config,
@@ -51,6 +61,10 @@ from transformers import (
     Qwen3MoeForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
     SeedOssConfig,
     SeedOssForCausalLM,
     SmolLM3Config,
@@ -136,6 +150,30 @@ YARN = {
     "original_max_position_embeddings": 32,
 }
 TINY = SMALL | {"vocab_size": 130, "eos_token_id": 129, "bos_token_id": 128}
+# Prompts exceed the original context several times, so that queries have several factors.
+YARN_OF_MISTRAL = YARN | {
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 16,
+    "llama_4_scaling_beta": 0.3,
+}
+MINISTRAL3 = TINY | {"num_hidden_layers": 2, "head_dim": 12, "rope_parameters": YARN_OF_MISTRAL}
+# A tower of images, which the text model never reads.
+TOWER = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "patch_size": 2} | {
+    "out_hidden_size": 32,
+    "num_position_embeddings": 4,
+    "deepstack_visual_indexes": [0],
+}
+QWEN3_VL = TINY | {
+    "num_hidden_layers": 2,
+    "head_dim": 12,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 100.0,
+        "mrope_section": [2, 2, 2],
+        "mrope_interleaved": True,
+    },
+}
 GLM_EXPERTS = {
     "moe_intermediate_size": 16,
     "num_experts_per_tok": 2,
@@ -411,6 +449,84 @@ MODELS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig]] = {
             },
         ),
     ),
+    "ministral": (
+        MinistralForCausalLM,
+        MinistralConfig(
+            **TINY,
+            num_hidden_layers=3,
+            head_dim=12,
+            sliding_window=9,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        ),
+    ),
+    "ministral3": (Ministral3ForCausalLM, Ministral3Config(**MINISTRAL3, pad_token_id=0)),
+    # The same in a multimodal model.
+    "mistral3": (
+        Mistral3ForConditionalGeneration,
+        Mistral3Config(
+            text_config={"model_type": "ministral3", "pad_token_id": 0} | MINISTRAL3,
+            vision_config={"model_type": "pixtral", "patch_size": 2, "image_size": 8, "head_dim": 4}
+            | {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+            | {"num_attention_heads": 2},
+            tie_word_embeddings=False,
+        ),
+    ),
+    "mistral4": (
+        Mistral4ForCausalLM,
+        Mistral4Config(
+            **LATENTS | TINY | {"num_key_value_heads": 4},
+            num_hidden_layers=3,
+            q_lora_rank=20,
+            first_k_dense_replace=1,
+            n_routed_experts=12,
+            n_shared_experts=1,
+            num_experts_per_tok=3,
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=1.5,
+            pad_token_id=0,
+            rope_parameters=dict(YARN_OF_MISTRAL),  # it is completed in place
+        ),
+    ),
+    "qwen3_vl": (
+        Qwen3VLForConditionalGeneration,
+        Qwen3VLConfig(text_config=QWEN3_VL, vision_config=TOWER, tie_word_embeddings=True),
+    ),
+    "qwen3_vl_moe": (
+        Qwen3VLMoeForConditionalGeneration,
+        Qwen3VLMoeConfig(
+            text_config=QWEN3_VL
+            | {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
+            vision_config=TOWER,
+            tie_word_embeddings=False,
+        ),
+    ),
+    # Chunks shorter than the prompt, and as long as some pages; top-1 of experts' scaled inputs in
+    # every second layer.
+    "llama4": (
+        Llama4ForCausalLM,
+        Llama4TextConfig(
+            **TINY,
+            num_hidden_layers=5,
+            head_dim=12,
+            intermediate_size_mlp=40,
+            num_local_experts=5,
+            num_experts_per_tok=1,
+            interleave_moe_layer_step=2,
+            no_rope_layer_interval=3,
+            attention_chunk_size=12,
+            floor_scale=8,
+            attn_scale=0.3,
+            rope_parameters={
+                "rope_type": "llama3",
+                "rope_theta": 1000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        ),
+    ),
 }
 
 
@@ -478,7 +594,7 @@ def make(folder: Path, kind: type[PreTrainedModel], config: PretrainedConfig, se
 
 
 def write_continuation(model: PreTrainedModel, num_tokens: int, file: Path) -> None:
-    prompt = torch.randint(0, model.config.vocab_size, (num_tokens,))
+    prompt = torch.randint(0, model.config.get_text_config().vocab_size, (num_tokens,))
     tokens, logits = prompt, []
     for _ in range(GREEDY_TOKENS):
         all_logits = model(tokens[None]).logits[0].float()

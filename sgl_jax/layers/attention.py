@@ -11,7 +11,7 @@ from sgl_jax.layers.linear import Linear
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS
 from sgl_jax.layers.parameter import parameter
 from sgl_jax.layers.qkv_heads import HeadsNorm, QKVHeads, xla_qkv_heads
-from sgl_jax.layers.rotary import Rotation
+from sgl_jax.layers.rotary import Rotation, scale_queries
 from sgl_jax.layers.sources import Source
 
 
@@ -116,6 +116,7 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """Map x [T, hidden] to (result [T, hidden], kv_cache with this layer's new K and V)."""
         q, k, v = self.qkv_heads(self.qkv(x), self.heads, self.q_norm, self.k_norm, by)
+        q = scale_queries(q, by)
         if self.kv_scales is not None:
             q, k, v = self.kv_scales.before(q, k, v)
         scores = self.scores

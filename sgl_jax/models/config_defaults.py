@@ -127,6 +127,47 @@ _MINIMAX_M2 = {
     "scoring_func": "sigmoid",
     "use_routing_bias": True,
 }
+_MINISTRAL3 = {
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 16.0,
+        "original_max_position_embeddings": 16384,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+}
+_MISTRAL4 = {
+    "first_k_dense_replace": 0,
+    "kv_lora_rank": 256,
+    "moe_intermediate_size": 2048,
+    "n_group": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 4,
+    "partial_rotary_factor": None,  # of a whole query
+    "q_lora_rank": 1024,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_interleave": True,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 128.0,
+        "original_max_position_embeddings": 8192,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+    "scoring_func": "softmax",
+    "topk_group": 1,
+    "topk_method": "group_limited_greedy",
+    "v_head_dim": 128,
+}
 # Other names of fields, by architecture.
 _ALIASES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
@@ -146,6 +187,9 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "Glm4MoeForCausalLM": _GLM4_MOE,
         "GptOssForCausalLM": _GPT_OSS,
         "MiniMaxM2ForCausalLM": _MINIMAX_M2,
+        "Ministral3ForCausalLM": _MINISTRAL3,
+        "MinistralForCausalLM": {"sliding_window": 4096},
+        "Mistral4ForCausalLM": _MISTRAL4,
         "MistralForCausalLM": {"sliding_window": 4096},
         "Olmo3ForCausalLM": _OLMO3,
         "Phi3ForCausalLM": _PHI3,
@@ -153,6 +197,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "Qwen3ForCausalLM": _QWEN,
         "Qwen3MoeForCausalLM": _QWEN,
         "Qwen3NextForCausalLM": _QWEN3_NEXT,
+        "Qwen3VLMoeForConditionalGeneration": {"norm_topk_prob": True},
         "Qwen3_5ForCausalLM": _HYBRID,
         "Qwen3_5ForConditionalGeneration": _HYBRID,
         "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
@@ -165,8 +210,21 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 _TEXT_PART = "text_config"
 _WITH_TEXT_PART = (
     "Gemma3ForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
+)
+# The text models of multimodal ones that may have several, by the section's `model_type`.
+_TEXT_MODELS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "Mistral3ForConditionalGeneration": {
+            "mistral": "MistralForCausalLM",
+            "ministral3": "Ministral3ForCausalLM",
+            "mistral4": "Mistral4ForCausalLM",
+        }
+    }
 )
 # Top-level fields that replace those in the text section: they have the end tokens of chats.
 _OF_THE_WHOLE = ("eos_token_id", "tie_word_embeddings")
@@ -180,6 +238,19 @@ def architecture_name(raw: Mapping[str, Any]) -> str:
     return str(names[0])
 
 
+def text_architecture(raw: Mapping[str, Any]) -> str:
+    """Return the text model's class in transformers, from its fields. Raise ModelConfigError."""
+    architecture = architecture_name(raw)
+    if architecture not in _TEXT_MODELS:
+        return architecture
+    known, kind = _TEXT_MODELS[architecture], raw.get("model_type")
+    if not isinstance(kind, str) or kind not in known:
+        raise ModelConfigError(
+            f"model_type in {_TEXT_PART} must be one of {', '.join(known)}, got {kind!r}"
+        )
+    return known[kind]
+
+
 def completed(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the text model's fields of config.json, with defaults. Raise ModelConfigError."""
     architecture = architecture_name(raw)
@@ -190,32 +261,33 @@ def completed(raw: Mapping[str, Any]) -> dict[str, Any]:
             raise ModelConfigError(f"{_TEXT_PART} must be an object, got {text!r}")
         given |= text | {"architectures": [architecture]}
         given |= {name: raw[name] for name in _OF_THE_WHOLE if name in raw}
-    given = {**_DEFAULTS.get(architecture, {}), **given}
-    for name, alias in _ALIASES.get(architecture, {}).items():
+    text_model = text_architecture(given)
+    given = {**_DEFAULTS.get(text_model, {}), **given}
+    for name, alias in _ALIASES.get(text_model, {}).items():
         given[name] = given.get(alias)
     return given
 
 
 def is_hybrid(raw: Mapping[str, Any]) -> bool:
     """Return True for architectures with recurrent layers."""
-    return "linear_num_key_heads" in _DEFAULTS.get(architecture_name(raw), {})
+    return "linear_num_key_heads" in _DEFAULTS.get(text_architecture(raw), {})
 
 
 def rotates_partly(raw: Mapping[str, Any]) -> bool:
     """Return True for architectures that may rotate only a part of each head."""
-    return "partial_rotary_factor" in _DEFAULTS.get(architecture_name(raw), {})
+    return "partial_rotary_factor" in _DEFAULTS.get(text_architecture(raw), {})
 
 
 def leaves_layers_unrotated(raw: Mapping[str, Any]) -> bool:
     """Return True for architectures with attention layers that do not rotate queries and keys."""
-    return "no_rope_layer_interval" in _DEFAULTS.get(architecture_name(raw), {})
+    return "no_rope_layer_interval" in _DEFAULTS.get(text_architecture(raw), {})
 
 
 def chooses_qk_norm(raw: Mapping[str, Any]) -> bool:
     """Return True for architectures with a field for the norms of queries and keys."""
-    return "use_qk_norm" in _DEFAULTS.get(architecture_name(raw), {})
+    return "use_qk_norm" in _DEFAULTS.get(text_architecture(raw), {})
 
 
 def has_latents(raw: Mapping[str, Any]) -> bool:
     """Return True for architectures with latent attention."""
-    return "kv_lora_rank" in _DEFAULTS.get(architecture_name(raw), {})
+    return "kv_lora_rank" in _DEFAULTS.get(text_architecture(raw), {})

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from sgl_jax.models.config_defaults import architecture_name
+from sgl_jax.models.config_defaults import architecture_name, text_architecture
 from sgl_jax.models.config_fields import ModelConfigError
 
 
@@ -71,8 +71,13 @@ _ROPE = _names(
 # Position sections of images; a text has one position for all of them.
 _ROPE_OF_IMAGES = _names("mrope_interleaved mrope_section")
 _ROPE_IGNORED = _names("finetuned")
+_QUERY_SCALE = _names("llama_4_scaling_beta max_position_embeddings")
 _ROPE_OF: Mapping[str, frozenset[str]] = MappingProxyType(
-    {"Phi3ForCausalLM": _names("long_factor short_factor")}
+    {
+        "Ministral3ForCausalLM": _QUERY_SCALE,
+        "Mistral4ForCausalLM": _QUERY_SCALE,
+        "Phi3ForCausalLM": _names("long_factor short_factor"),
+    }
 )
 
 # Fields by architecture, next to those of every model. The keys are the supported architectures.
@@ -86,6 +91,10 @@ _FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
         "GptOssForCausalLM": _WINDOWS | _GPT_OSS,
         "LlamaForCausalLM": _WINDOWS,
         "MiniMaxM2ForCausalLM": _MINIMAX_M2,
+        "Ministral3ForCausalLM": _WINDOWS,
+        "MinistralForCausalLM": _WINDOWS,
+        "Mistral3ForConditionalGeneration": _WINDOWS,
+        "Mistral4ForCausalLM": _DEEPSEEK | {"partial_rotary_factor"},
         "MistralForCausalLM": _WINDOWS,
         "Olmo3ForCausalLM": _WINDOWS,
         "Phi3ForCausalLM": _PHI3,
@@ -93,6 +102,8 @@ _FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
         "Qwen3ForCausalLM": _WINDOWS,
         "Qwen3MoeForCausalLM": _WINDOWS | _QWEN3_MOE,
         "Qwen3NextForCausalLM": _HYBRID_MOE,
+        "Qwen3VLForConditionalGeneration": frozenset(),
+        "Qwen3VLMoeForConditionalGeneration": _QWEN3_MOE,
         "Qwen3_5ForCausalLM": _HYBRID,
         "Qwen3_5ForConditionalGeneration": _HYBRID,
         "Qwen3_5MoeForCausalLM": _HYBRID_MOE,
@@ -124,8 +135,9 @@ _IGNORED = _names(
 )
 _IMAGES = _names(
     """audio_config boi_token_index eoi_token_index image_token_id image_token_index
-    language_model_only mm_tokens_per_image text_config video_token_id vision_config
-    vision_end_token_id vision_start_token_id"""
+    language_model_only mm_tokens_per_image multimodal_projector_bias projector_hidden_act
+    spatial_merge_size text_config video_token_id vision_config vision_end_token_id
+    vision_feature_layer vision_start_token_id"""
 )
 # Fields that transformers does not read for an architecture, although published configs have them.
 _IGNORED_OF: Mapping[str, frozenset[str]] = MappingProxyType(
@@ -191,7 +203,7 @@ def refuse_unknown_fields(raw: Mapping[str, Any]) -> None:
 
     `raw` has the fields of a supported architecture's text model.
     """
-    architecture = architecture_name(raw)
+    architecture = text_architecture(raw)
     read = _READ | _FIELDS[architecture] | _IGNORED_OF.get(architecture, frozenset())
     neutral = {**_NEUTRAL, **_NEUTRAL_OF.get(architecture, {})}
     for name, value in raw.items():

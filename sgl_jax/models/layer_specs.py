@@ -17,7 +17,16 @@ from sgl_jax.models.config_fields import (
 )
 from sgl_jax.models.moe_config import MoeConfig, read_moe
 from sgl_jax.models.quantization import Rule
-from sgl_jax.models.rope_config import FULL, LINEAR, SLIDING, LayerKind, RopeConfig, read_rope
+from sgl_jax.models.rope_config import (
+    FULL,
+    LINEAR,
+    SLIDING,
+    LayerKind,
+    QueryScale,
+    RopeConfig,
+    read_query_scale,
+    read_rope,
+)
 
 
 @dataclass(frozen=True)
@@ -29,6 +38,7 @@ class LayerSpec:
     moe: MoeConfig | None  # None: a dense feed-forward layer
     recurrence: GatedDeltaConfig | None = None  # None: attention
     latent: LatentConfig | None = None  # None: no latent attention
+    query_scale: QueryScale | None = None  # None: queries do not depend on positions
     rules: tuple[tuple[str, Rule], ...] = ()  # of quantized matrices, by their modules' names
 
 
@@ -46,6 +56,7 @@ def read_layers(raw: Mapping[str, Any], max_positions: int) -> tuple[LayerSpec, 
         window = None
     moe, recurrence = read_moe(raw), _recurrence(raw) if LINEAR in kinds else None
     latent = read_latent(raw) if has_latents(raw) else None
+    query_scale = read_query_scale(raw, max_positions)
     is_rotated = _rotated_layers(raw, num_layers)
     is_sparse = [False] * num_layers if moe is None else _sparse_layers(raw, num_layers)
     return tuple(
@@ -55,6 +66,7 @@ def read_layers(raw: Mapping[str, Any], max_positions: int) -> tuple[LayerSpec, 
             moe=moe if sparse else None,
             recurrence=recurrence if kind == LINEAR else None,
             latent=latent,
+            query_scale=query_scale,
         )
         for kind, rotated, sparse in zip(kinds, is_rotated, is_sparse, strict=True)
     )

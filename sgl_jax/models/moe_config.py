@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_jax.core.layer_configs import ExpertChoice
-from sgl_jax.models.config_defaults import is_hybrid
+from sgl_jax.models.config_defaults import is_hybrid, text_architecture
 from sgl_jax.models.config_fields import (
     ModelConfigError,
     optional_float,
@@ -14,6 +14,8 @@ from sgl_jax.models.config_fields import (
     switch,
 )
 
+# A group's score is the sum of its two best, although no biases are added for the choice.
+_SUMS_OF_TWO = ("Mistral4ForCausalLM",)
 # Routers of DeepSeek's models: topk_method and scoring_func.
 _ROUTERS = (("greedy", "softmax"), ("group_limited_greedy", "softmax"), ("noaux_tc", "sigmoid"))
 
@@ -94,7 +96,7 @@ def _deepseek_moe(raw: Mapping[str, Any]) -> MoeConfig:
             has_sigmoid_scores=scores == "sigmoid",
             num_groups=num_groups,
             top_groups=top_groups,
-            best_of_group=2 if method == "noaux_tc" else 1,
+            best_of_group=1 + (method == "noaux_tc" or text_architecture(raw) in _SUMS_OF_TWO),
             scale=positive_float(raw, "routed_scaling_factor", default=1.0),
         ),
         intermediate_size=width,

@@ -16,14 +16,6 @@ from sgl_jax.models.projections import quantization_of
 qwen3_layer = partial(llama_layer, qk_norm=True)
 
 
-def qwen3_moe_layer(config: ModelConfig, spec: LayerSpec, options: BuildOptions) -> DecoderLayer:
-    """Declare one layer, with experts if its spec has them."""
-    if config.moe is None:
-        raise ModelConfigError("Qwen3MoeForCausalLM needs num_experts, and layers that have them")
-    experts = mixture_of_experts(config, spec, spec.moe, options) if spec.moe else None
-    return qwen3_layer(config, spec, options, experts=experts)
-
-
 class ExpertNames(NamedTuple):
     """Names of the modules of a layer's experts; all but the first are relative to it."""
 
@@ -32,9 +24,21 @@ class ExpertNames(NamedTuple):
     up: str = "up_proj"
     down: str = "down_proj"
     choice_bias: str = "gate.e_score_correction_bias"
+    # A tensor of all experts' matrices may have rows of inputs in place of rows of outputs.
+    has_either_layout: bool = False
 
 
 _NAMES = ExpertNames()
+
+
+def qwen3_moe_layer(
+    config: ModelConfig, spec: LayerSpec, options: BuildOptions, names: ExpertNames = _NAMES
+) -> DecoderLayer:
+    """Declare one layer, with experts if its spec has them."""
+    if config.moe is None:
+        raise ModelConfigError(f"{config.architecture} needs layers with experts (num_experts)")
+    experts = mixture_of_experts(config, spec, spec.moe, options, names) if spec.moe else None
+    return qwen3_layer(config, spec, options, experts=experts)
 
 
 def mixture_of_experts(
@@ -56,16 +60,25 @@ def mixture_of_experts(
     # All three are [experts, width, hidden], the layout of the grouped matmul.
     shape = (moe.num_experts, width, hidden)
     both = Tensor(f"{block}experts.gate_up_proj", (moe.num_experts, 2 * width, hidden))
-    together: dict[str, Source] = {
+    rows: dict[str, Source] = {
         names.gate: Slice(both, 1, 0, width),
         names.up: Slice(both, 1, width, width),
         names.down: Tensor(f"{block}experts.down_proj", shape, transposed=True),
+    }
+    swapped = replace(both, transposed=True)
+    columns: dict[str, Source] = {
+        names.gate: Slice(swapped, 1, 0, width),
+        names.up: Slice(swapped, 1, width, width),
+        names.down: Tensor(f"{block}experts.down_proj", shape),
     }
 
     def matrices(name: str, *, inwards: bool) -> ExpertLinear:
         one = Tensor(f"{name}.weight", (width, hidden), transposed=not inwards)
         prefixes = tuple(f"{block}experts.{expert}." for expert in range(moe.num_experts))
-        source = options.all_experts(OneOf(Stacked(prefixes, one), together[name]))
+        source: Source = Stacked(prefixes, one)
+        if names.has_either_layout:
+            source = OneOf(source, columns[name])
+        source = options.all_experts(OneOf(source, rows[name]))
         one_expert = replace(one, name=prefixes[0] + one.name)
         return ExpertLinear(
             source,

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from sgl_jax.models.config_defaults import architecture_name, rotates_partly
+from sgl_jax.models.config_defaults import architecture_name, has_latents, rotates_partly
 from sgl_jax.models.config_fields import (
     ModelConfigError,
     object_field,
@@ -105,6 +105,24 @@ class RopeConfig:
         return frequencies.astype(np.float32)
 
 
+@dataclass(frozen=True)
+class QueryScale:
+    """A factor of queries, 1 + weight * log(1 + (position + first) // period)."""
+
+    weight: float
+    period: int
+    first: int = 0
+
+
+def read_query_scale(raw: Mapping[str, Any], max_positions: int) -> QueryScale | None:
+    """Return the factor of queries; None if it is 1 at all positions."""
+    own = _given(raw)
+    if not own.get("llama_4_scaling_beta"):
+        return None
+    period = positive_int(own, _ORIGINAL, default=max_positions)
+    return QueryScale(positive_float(own, "llama_4_scaling_beta"), period)
+
+
 def read_rope(raw: Mapping[str, Any], kind: LayerKind, max_positions: int) -> RopeConfig:
     """Return the rotary embedding of layers of one kind.
 
@@ -112,7 +130,7 @@ def read_rope(raw: Mapping[str, Any], kind: LayerKind, max_positions: int) -> Ro
     `rope_theta` and `rope_scaling`; if layers with a window had a separate base
     (`rope_local_base_freq`), these two applied to the rest.
     """
-    given = object_field(raw, "rope_parameters") or object_field(raw, "rope_scaling")
+    given = _given(raw)
     if raw.get(_ORIGINAL) is not None:
         given = given | {_ORIGINAL: positive_int(raw, _ORIGINAL)}
     has_own_base = kind == SLIDING and raw.get("rope_local_base_freq") is not None
@@ -124,10 +142,23 @@ def read_rope(raw: Mapping[str, Any], kind: LayerKind, max_positions: int) -> Ro
     else:
         own = base if has_own_base or is_unscaled else base | given
     share = positive_float(own, "partial_rotary_factor", default=1.0)
+    if has_latents(raw) and rotates_partly(raw):
+        _check_latent_share(raw, own.get("partial_rotary_factor"))
+        share = 1.0
     if share > 1 or (share < 1 and not rotates_partly(raw)):
         most = "at most 1" if rotates_partly(raw) else "1.0"
         raise ModelConfigError(f"partial_rotary_factor must be {most}, got {share!r}")
     return replace(_scaled_rope(own, max_positions), share=share)
+
+
+def _check_latent_share(raw: Mapping[str, Any], share: float | None) -> None:
+    """Raise ModelConfigError unless `share` of a query is the part of it that latents rotate."""
+    rotated, still = (positive_int(raw, f"qk_{part}_head_dim") for part in ("rope", "nope"))
+    if share is not None and int((rotated + still) * share) != rotated:
+        raise ModelConfigError(
+            f"partial_rotary_factor must be {rotated / (rotated + still)} (qk_rope_head_dim / "
+            f"(qk_rope_head_dim + qk_nope_head_dim)), got {share!r}"
+        )
 
 
 def _rotated_share(raw: Mapping[str, Any]) -> float | None:
@@ -201,9 +232,13 @@ def _yarn(own: Mapping[str, Any], theta: float, original_max_positions: int) -> 
     )
 
 
+def _given(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return object_field(raw, "rope_parameters") or object_field(raw, "rope_scaling")
+
+
 def score_factor(raw: Mapping[str, Any]) -> float:
     """Return YaRN's factor of latent attention's scores; 1 without YaRN."""
-    own = object_field(raw, "rope_parameters") or object_field(raw, "rope_scaling")
+    own = _given(raw)
     if own.get("rope_type", own.get("type", "default")) == "default":
         return 1.0
     weight = optional_float(own, "mscale_all_dim")

@@ -19,7 +19,10 @@ SIMILAR = (
     *("qwen3_moe_mixed", "mistral", "qwen2_windows"),
 )
 # One of each of the other families.
-FURTHER = ("smollm3", "seed_oss", "phi3", "olmo3", "glm4_moe", "minimax_m2")
+FURTHER = (
+    *("smollm3", "seed_oss", "phi3", "olmo3", "glm4_moe", "minimax_m2"),
+    *("ministral", "mistral3", "mistral4", "qwen3_vl_moe"),
+)
 STATES = ("qwen3_5", "qwen3_next", "qwen3_5_moe")
 RANKS = {"dp_size": 2, "tp_size": 2, "page_size": 1}
 CHIPS = {"tp_size": 2, "page_size": 128}

@@ -1,5 +1,6 @@
 """Configs of families with unrotated layers, other rotations and other routers."""
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -7,12 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sgl_jax.core.layer_configs import ExpertChoice
+from sgl_jax.core.layer_configs import ExpertChoice, LatentConfig
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.layers.parameter import declarations
-from sgl_jax.models.config import ModelConfig, ModelConfigError, RopeConfig
+from sgl_jax.models.config import ModelConfig, ModelConfigError, MoeConfig, RopeConfig
 from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.registry import build_model
+from sgl_jax.models.rope_config import QueryScale
 from sgl_jax.models.served import served_config
 from tests.models.configs import PLAIN
 
@@ -135,6 +137,10 @@ def test_a_seed_oss_has_no_bias_after_attention():
         ("glm-4.5-air", 106),
         ("glm-4.6", 353),
         ("minimax-m2-fp8", 229),
+        ("ministral-3-8b", 8.5),
+        ("mistral-small-4", 119),
+        ("qwen3-vl-8b", 8.19),
+        ("qwen3-vl-30b-a3b", 30.5),
     ],
 )
 def test_a_published_model_has_as_many_parameters_as_its_name_says(name, billions):
@@ -143,3 +149,42 @@ def test_a_published_model_has_as_many_parameters_as_its_name_says(name, billion
     declared = declarations(build_model(config, BuildOptions("bfloat16"))).values()
     found = sum(math.prod(own.array.shape) for own in declared)
     assert found == pytest.approx(billions * 1e9, rel=0.01)
+
+
+def test_queries_of_a_ministral_grow_with_their_positions():
+    config = published("ministral-3-8b")
+    assert config.layers[0].query_scale == QueryScale(0.1, 16384)
+    assert config.layers[0].rope.kind == "yarn"
+    assert config.score_scale == 128**-0.5
+
+
+def test_a_mistral_4_has_latents_and_no_bias_of_its_router():
+    config = published("mistral-small-4")
+    assert config.latent == LatentConfig(256, 64, 64, 128, 1024)
+    assert config.layers[0].query_scale == QueryScale(0.1, 8192)
+    assert config.moe.choice == ExpertChoice(4, True, best_of_group=2)
+    assert not config.moe.has_choice_bias
+    assert config.score_scale == pytest.approx(128**-0.5 * (0.1 * math.log(128) + 1) ** 2)
+
+
+MISTRAL4 = json.loads((PUBLISHED / "mistral-small-4.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "qwen3"}, "model_type in text_config must be one of mistral, ministral3,"),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}},
+            "partial_rotary_factor must be 0.5",
+        ),
+    ],
+)
+def test_a_wrong_text_part_is_refused(changes, message):
+    with pytest.raises(ModelConfigError, match=message):
+        ModelConfig.from_dict(MISTRAL4 | {"text_config": MISTRAL4["text_config"] | changes})
+
+
+def test_of_a_qwen3_vl_the_text_model_is_read():
+    assert published("qwen3-vl-30b-a3b").layers[0].moe == MoeConfig(128, ExpertChoice(8, True), 768)
+    assert published("qwen3-vl-8b").layers[0].rope == RopeConfig(5e6)

@@ -22,9 +22,15 @@ FAMILIES = (
     *WITH_LATENTS,
 )
 # Of each other family one case is tried by default.
-FURTHER = ("smollm3", "seed_oss", "phi3", "olmo3", "glm4_moe", "minimax_m2")
-FURTHER_EXPERTS = ("glm4_moe", "glm4_moe_groups", "minimax_m2")
-FURTHER_SHAPES = ("phi3_window", "glm4_moe_groups")
+FURTHER = (
+    *("smollm3", "phi3", "olmo3", "glm4_moe", "minimax_m2"),
+    *("mistral3", "mistral4", "qwen3_vl_moe"),
+)
+FURTHER_EXPERTS = ("glm4_moe", "glm4_moe_groups", "minimax_m2", "mistral4", "qwen3_vl_moe")
+FURTHER_SHAPES = (
+    *("seed_oss", "phi3_window", "glm4_moe_groups"),
+    *("ministral", "ministral3", "qwen3_vl"),
+)
 
 
 class Setup(NamedTuple):
