@@ -53,10 +53,14 @@ class Heads:
     num_kv: int  # KV heads of the mesh, with copies if there are more chips than KV heads
     head_dim: int
     num_turned: int | None = None  # rotated dimensions; None: all
+    pairs_neighbours: bool = False  # the checkpoint's dimensions 2i and 2i + 1 rotate together
 
     @property
     def order(self) -> tuple[int, ...]:
         """Return the checkpoint's dimension for each dimension of queries and keys."""
+        if self.pairs_neighbours:
+            assert self.num_turned is None
+            return (*range(0, self.head_dim, 2), *range(1, self.head_dim, 2))
         return paired_order(self.head_dim, self.num_turned or self.head_dim)
 
     @property
@@ -176,7 +180,7 @@ class FusedHeads(Source):
         for part in (1, 2):
             stored = read(part, first_stored, (stop - 1) // copies + 1)
             fused[:, group + part - 1] = stored[np.arange(first, stop) // copies - first_stored]
-        if self.heads.num_turned is not None:
+        if heads.order != tuple(range(heads.head_dim)):
             fused[:, :-1] = fused[:, :-1, list(heads.order)]
         out[...] = np.moveaxis(fused.reshape(-1, *sizes), 0, -1)
 

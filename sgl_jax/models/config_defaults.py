@@ -168,10 +168,31 @@ _MISTRAL4 = {
     "topk_method": "group_limited_greedy",
     "v_head_dim": 128,
 }
+_LLAMA4 = {
+    "attention_chunk_size": 8192,
+    "attn_scale": 0.1,
+    "attn_temperature_tuning": True,
+    "floor_scale": 8192,
+    "head_dim": 128,
+    "interleave_moe_layer_step": 1,
+    "intermediate_size_mlp": 16384,
+    "no_rope_layer_interval": 4,
+    "num_experts_per_tok": 1,
+    "num_local_experts": 16,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "scoring_func": "sigmoid",
+    "use_qk_norm": True,
+}
 # Other names of fields, by architecture.
 _ALIASES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "GptOssForCausalLM": {"moe_intermediate_size": "intermediate_size"},
+        "Llama4ForCausalLM": {
+            "moe_intermediate_size": "intermediate_size",
+            "shared_expert_intermediate_size": "intermediate_size",
+            "intermediate_size": "intermediate_size_mlp",  # of layers without experts
+        },
         "MiniMaxM2ForCausalLM": {"moe_intermediate_size": "intermediate_size"},
         # All layers have experts.
         "Qwen3_5MoeForCausalLM": {"intermediate_size": "moe_intermediate_size"},
@@ -186,6 +207,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "Gemma3ForConditionalGeneration": _GEMMA3,
         "Glm4MoeForCausalLM": _GLM4_MOE,
         "GptOssForCausalLM": _GPT_OSS,
+        "Llama4ForCausalLM": _LLAMA4,
         "MiniMaxM2ForCausalLM": _MINIMAX_M2,
         "Ministral3ForCausalLM": _MINISTRAL3,
         "MinistralForCausalLM": {"sliding_window": 4096},
@@ -210,6 +232,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 _TEXT_PART = "text_config"
 _WITH_TEXT_PART = (
     "Gemma3ForConditionalGeneration",
+    "Llama4ForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
@@ -219,11 +242,12 @@ _WITH_TEXT_PART = (
 # The text models of multimodal ones that may have several, by the section's `model_type`.
 _TEXT_MODELS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
+        "Llama4ForConditionalGeneration": {"llama4_text": "Llama4ForCausalLM"},
         "Mistral3ForConditionalGeneration": {
             "mistral": "MistralForCausalLM",
             "ministral3": "Ministral3ForCausalLM",
             "mistral4": "Mistral4ForCausalLM",
-        }
+        },
     }
 )
 # Top-level fields that replace those in the text section: they have the end tokens of chats.
@@ -286,6 +310,11 @@ def leaves_layers_unrotated(raw: Mapping[str, Any]) -> bool:
 def chooses_qk_norm(raw: Mapping[str, Any]) -> bool:
     """Return True for architectures with a field for the norms of queries and keys."""
     return "use_qk_norm" in _DEFAULTS.get(text_architecture(raw), {})
+
+
+def has_chunks(raw: Mapping[str, Any]) -> bool:
+    """Return True for architectures with attention to the tokens of a chunk."""
+    return "attention_chunk_size" in _DEFAULTS.get(text_architecture(raw), {})
 
 
 def has_latents(raw: Mapping[str, Any]) -> bool:

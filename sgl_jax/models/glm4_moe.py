@@ -6,14 +6,15 @@ The config has the biases of Q, K and V, and whether queries and keys are normal
 from sgl_jax.models.config import LayerSpec, ModelConfig
 from sgl_jax.models.decoder import Architecture, BuildOptions
 from sgl_jax.models.decoder_layer import DecoderLayer
-from sgl_jax.models.llama import llama_layer
+from sgl_jax.models.llama import QKNorm, llama_layer
 from sgl_jax.models.qwen3 import mixture_of_experts
 
 
 def glm4_moe_layer(config: ModelConfig, spec: LayerSpec, options: BuildOptions) -> DecoderLayer:
     """Declare one layer, with experts if its spec has them."""
     experts = mixture_of_experts(config, spec, spec.moe, options) if spec.moe else None
-    return llama_layer(config, spec, options, qk_norm=config.qk_norm, experts=experts)
+    qk_norm: QKNorm | None = "each_head" if config.qk_norm else None
+    return llama_layer(config, spec, options, qk_norm=qk_norm, experts=experts)
 
 
 GLM4_MOE = Architecture(glm4_moe_layer, has_further_layers=True)

@@ -28,6 +28,12 @@ _WINDOWS = _names(
 )
 _UNROTATED = _names("no_rope_layer_interval no_rope_layers")
 _SMOLLM3 = _UNROTATED | _names("layer_types sliding_window use_sliding_window")
+_LLAMA4 = _UNROTATED | _names(
+    """attention_chunk_size attn_scale attn_temperature_tuning floor_scale
+    interleave_moe_layer_step intermediate_size_mlp layer_types moe_intermediate_size moe_layers
+    num_experts_per_tok num_local_experts scoring_func shared_expert_intermediate_size
+    use_qk_norm"""
+)
 _PHI3 = _names("original_max_position_embeddings partial_rotary_factor sliding_window")
 _EXPERTS = _names("moe_intermediate_size norm_topk_prob num_experts_per_tok")
 _QWEN3_MOE = _EXPERTS | _names("decoder_sparse_step mlp_only_layers num_experts num_local_experts")
@@ -89,6 +95,8 @@ _FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
         "Gemma3ForConditionalGeneration": _WINDOWS | _GEMMA3,
         "Glm4MoeForCausalLM": _GLM4_MOE,
         "GptOssForCausalLM": _WINDOWS | _GPT_OSS,
+        "Llama4ForCausalLM": _LLAMA4,
+        "Llama4ForConditionalGeneration": _LLAMA4,
         "LlamaForCausalLM": _WINDOWS,
         "MiniMaxM2ForCausalLM": _MINIMAX_M2,
         "Ministral3ForCausalLM": _WINDOWS,

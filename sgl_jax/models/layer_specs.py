@@ -3,12 +3,17 @@
 These fields were renamed over the years; each spelling is read.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sgl_jax.core.layer_configs import GatedDeltaConfig, LatentConfig
-from sgl_jax.models.config_defaults import has_latents, is_hybrid, leaves_layers_unrotated
+from sgl_jax.models.config_defaults import (
+    has_chunks,
+    has_latents,
+    is_hybrid,
+    leaves_layers_unrotated,
+)
 from sgl_jax.models.config_fields import (
     ModelConfigError,
     is_int,
@@ -18,6 +23,7 @@ from sgl_jax.models.config_fields import (
 from sgl_jax.models.moe_config import MoeConfig, read_moe
 from sgl_jax.models.quantization import Rule
 from sgl_jax.models.rope_config import (
+    CHUNKED,
     FULL,
     LINEAR,
     SLIDING,
@@ -26,6 +32,7 @@ from sgl_jax.models.rope_config import (
     RopeConfig,
     read_query_scale,
     read_rope,
+    read_unrotated_query_scale,
 )
 
 
@@ -39,6 +46,8 @@ class LayerSpec:
     recurrence: GatedDeltaConfig | None = None  # None: attention
     latent: LatentConfig | None = None  # None: no latent attention
     query_scale: QueryScale | None = None  # None: queries do not depend on positions
+    # Attention is to the tokens since the last multiple of `sliding_window`.
+    is_chunked: bool = False
     rules: tuple[tuple[str, Rule], ...] = ()  # of quantized matrices, by their modules' names
 
 
@@ -50,26 +59,37 @@ def read_layers(raw: Mapping[str, Any], max_positions: int) -> tuple[LayerSpec, 
     num_layers = positive_int(raw, "num_hidden_layers")
     kinds = _layer_kinds(raw, num_layers)
     ropes = {kind: read_rope(raw, kind, max_positions) for kind in sorted(set(kinds) - {LINEAR})}
-    has_windows = SLIDING in kinds and switch(raw, "use_sliding_window", default=True)
-    window = positive_int(raw, "sliding_window") if has_windows else None
-    if window is not None and window >= max_positions:
-        window = None
+    windows = _windows(raw, kinds, max_positions)
     moe, recurrence = read_moe(raw), _recurrence(raw) if LINEAR in kinds else None
     latent = read_latent(raw) if has_latents(raw) else None
     query_scale = read_query_scale(raw, max_positions)
+    unrotated_query_scale = read_unrotated_query_scale(raw)
     is_rotated = _rotated_layers(raw, num_layers)
     is_sparse = [False] * num_layers if moe is None else _sparse_layers(raw, num_layers)
     return tuple(
         LayerSpec(
             rope=ropes.get(kind) if rotated else None,
-            sliding_window=window if kind == SLIDING else None,
+            sliding_window=windows.get(kind),
             moe=moe if sparse else None,
             recurrence=recurrence if kind == LINEAR else None,
             latent=latent,
-            query_scale=query_scale,
+            query_scale=query_scale if rotated else unrotated_query_scale,
+            is_chunked=kind == CHUNKED and windows.get(kind) is not None,
         )
         for kind, rotated, sparse in zip(kinds, is_rotated, is_sparse, strict=True)
     )
+
+
+def _windows(
+    raw: Mapping[str, Any], kinds: Sequence[LayerKind], max_positions: int
+) -> dict[LayerKind, int]:
+    """Return the sizes of windows and chunks; those of the whole context are none."""
+    sizes = {}
+    if SLIDING in kinds and switch(raw, "use_sliding_window", default=True):
+        sizes[SLIDING] = positive_int(raw, "sliding_window")
+    if CHUNKED in kinds:
+        sizes[CHUNKED] = positive_int(raw, "attention_chunk_size")
+    return {kind: size for kind, size in sizes.items() if size < max_positions}
 
 
 def _layer_kinds(raw: Mapping[str, Any], num_layers: int) -> list[LayerKind]:
@@ -77,11 +97,11 @@ def _layer_kinds(raw: Mapping[str, Any], num_layers: int) -> list[LayerKind]:
 
     These are a list of kinds; or a period, with each n-th layer full; or the number of full layers
     before layers with a window. Hybrid models have recurrences instead of windows. In models with
-    unrotated layers only these may have windows.
+    unrotated layers only these may have windows, or all others have chunks.
     """
     kinds = raw.get("layer_types")
     if kinds is not None:
-        known = (FULL, LINEAR if is_hybrid(raw) else SLIDING)
+        known = (FULL, _local_kind(raw))
         if not isinstance(kinds, list) or len(kinds) != num_layers:
             raise ModelConfigError(
                 f"layer_types must be a list of {num_layers} names (num_hidden_layers), got "
@@ -93,6 +113,9 @@ def _layer_kinds(raw: Mapping[str, Any], num_layers: int) -> list[LayerKind]:
                     f"layer_types may name {' and '.join(known)}; {kind!r} is not supported"
                 )
         return kinds
+    if has_chunks(raw):
+        local = FULL if raw.get("attention_chunk_size") is None else CHUNKED
+        return [local if rotated else FULL for rotated in _rotated_layers(raw, num_layers)]
     if is_hybrid(raw):
         period = positive_int(raw, "full_attention_interval")
         return [LINEAR if (i + 1) % period else FULL for i in range(num_layers)]
@@ -108,6 +131,13 @@ def _layer_kinds(raw: Mapping[str, Any], num_layers: int) -> list[LayerKind]:
     if not is_int(full) or full < 0:
         raise ModelConfigError(f"max_window_layers must be 0 or more, got {full!r}")
     return [FULL if i < full else SLIDING for i in range(num_layers)]
+
+
+def _local_kind(raw: Mapping[str, Any]) -> LayerKind:
+    """Return the kind of a model's layers that are not full attention."""
+    if has_chunks(raw):
+        return CHUNKED
+    return LINEAR if is_hybrid(raw) else SLIDING
 
 
 def _rotated_layers(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
@@ -165,6 +195,7 @@ def _recurrence(raw: Mapping[str, Any]) -> GatedDeltaConfig:
 def _sparse_layers(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
     """Return which layers have experts: every `decoder_sparse_step`-th except `mlp_only_layers`.
 
+    Llama 4 lists them in `moe_layers`, or they are every `interleave_moe_layer_step`-th.
     With `n_routed_experts`, all layers after the first `first_k_dense_replace` have experts.
     """
     if raw.get("n_routed_experts") is not None:
@@ -176,7 +207,10 @@ def _sparse_layers(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
         if (every := positive_int(raw, "moe_layer_freq", default=1)) != 1:
             raise ModelConfigError(f"moe_layer_freq must be 1, got {every}")
         return [layer >= first for layer in range(num_layers)]
-    step = positive_int(raw, "decoder_sparse_step", default=1)
+    if raw.get("moe_layers") is not None:
+        return _listed(raw["moe_layers"], num_layers)
+    step_name = "interleave_moe_layer_step" if has_chunks(raw) else "decoder_sparse_step"
+    step = positive_int(raw, step_name, default=1)
     dense = raw.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(
         is_int(layer) and 0 <= layer < num_layers for layer in dense
@@ -185,3 +219,13 @@ def _sparse_layers(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
             f"mlp_only_layers must be a list of layers in [0, {num_layers}), got {dense!r}"
         )
     return [(layer + 1) % step == 0 and layer not in dense for layer in range(num_layers)]
+
+
+def _listed(layers: Any, num_layers: int) -> list[bool]:
+    if not isinstance(layers, list) or not all(
+        is_int(layer) and 0 <= layer < num_layers for layer in layers
+    ):
+        raise ModelConfigError(
+            f"moe_layers must be a list of layers in [0, {num_layers}), got {layers!r}"
+        )
+    return [layer in layers for layer in range(num_layers)]

@@ -1,5 +1,7 @@
 """Llama: the plain decoder layer, the base of the other families, and its tensors' names."""
 
+from typing import Literal
+
 from sgl_jax.kernels.attention.batch import ScoreOptions
 from sgl_jax.layers.attention import Attention, replicated_kv_heads
 from sgl_jax.layers.head_sources import (
@@ -14,11 +16,14 @@ from sgl_jax.layers.linear import ACTIVATIONS, GatedMLP, Linear
 from sgl_jax.layers.moe import MixtureOfExperts
 from sgl_jax.layers.norm import AllHeadsNorm, RMSNorm
 from sgl_jax.layers.qkv_heads import HeadsNorm
-from sgl_jax.layers.sources import Slice, Source, Tensor
+from sgl_jax.layers.sources import Ones, Slice, Source, Tensor
 from sgl_jax.models.config import LayerSpec, ModelConfig
 from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.decoder_layer import DecoderLayer
 from sgl_jax.models.projections import linear
+
+# The norm of queries and keys: of each head, with or without weights, or of all heads together.
+QKNorm = Literal["each_head", "weightless", "all_heads"]
 
 
 def llama_layer(
@@ -27,14 +32,14 @@ def llama_layer(
     options: BuildOptions,
     *,
     qkv_bias: bool = False,
-    qk_norm: bool = False,
+    qk_norm: QKNorm | None = None,
     experts: MixtureOfExperts | None = None,
     attention_inputs: int | None = None,
 ) -> DecoderLayer:
     """Declare one layer: `attention`, and `experts` or a dense feed-forward layer.
 
-    With `qk_norm`, each query and key is normalised. `attention_inputs` is the width of attention's
-    input; None for the hidden size.
+    `qk_norm` normalises queries and keys. `attention_inputs` is the width of attention's input;
+    None for the hidden size.
 
     Raises ValueError if `tp_size` chips cannot split heads or widths.
     """
@@ -64,20 +69,20 @@ def attention(
     options: BuildOptions,
     *,
     qkv_bias: bool = False,
-    qk_norm: bool = False,
-    joint_norms: bool = False,
+    qk_norm: QKNorm | None = None,
     norms_from_one: bool = False,
     fused: bool = False,
+    pairs_neighbours: bool = False,
     sinks: Source | None = None,
     num_inputs: int | None = None,
 ) -> Attention:
     """Declare the attention of a layer.
 
     With `qkv_bias`, the projections of Q, K and V have biases even if the config does not give them
-    to all four. With `qk_norm`, each query and key is normalised, or with `joint_norms` all heads'
-    together. With `norms_from_one`, norms multiply by 1 + weight. If `fused`, one tensor has the
-    rows of Q, K and V. `sinks` are [num_heads]. `num_inputs` is the width of its input; None for
-    the hidden size.
+    to all four. `qk_norm` normalises queries and keys; None if they are not. With `norms_from_one`,
+    norms multiply by 1 + weight. If `fused`, one tensor has the rows of Q, K and V. With
+    `pairs_neighbours`, neighbouring dimensions rotate together. `sinks` are [num_heads].
+    `num_inputs` is the width of its input; None for the hidden size.
 
     Raises ValueError if `tp_size` chips cannot split heads.
     """
@@ -87,6 +92,7 @@ def attention(
         replicated_kv_heads(config.num_heads, config.num_kv_heads, options.tp_size),
         config.head_dim,
         spec.rope.num_dims(config.head_dim) if spec.rope and spec.rope.share < 1 else None,
+        pairs_neighbours,
     )
     hidden, width = config.hidden_size, config.num_heads * config.head_dim
     gated, has_bias = config.attention_gate, qkv_bias or config.attention_bias
@@ -100,9 +106,7 @@ def attention(
     if config.attention_output_bias:
         output_bias = Tensor("self_attn.o_proj.bias", (hidden,))
     q_norm, k_norm = (
-        _heads_norm(x, config, heads, options, joint=joint_norms, from_one=norms_from_one)
-        if qk_norm
-        else None
+        qk_norm and _heads_norm(qk_norm, x, config, heads, options, from_one=norms_from_one)
         for x in "qk"
     )
     return Attention(
@@ -114,29 +118,35 @@ def attention(
         qkv_heads=options.kernels.qkv_heads,
         q_norm=q_norm,
         k_norm=k_norm,
-        scores=ScoreOptions(config.score_scale, spec.sliding_window, config.score_soft_cap),
+        scores=ScoreOptions(
+            *(config.score_scale, spec.sliding_window, config.score_soft_cap),
+            is_chunked=spec.is_chunked,
+        ),
         sinks=sinks,
         has_kv_scales=options.has_kv_scales,
     )
 
 
 def _heads_norm(
+    kind: QKNorm,
     of: str,
     config: ModelConfig,
     heads: Heads,
     options: BuildOptions,
     *,
-    joint: bool,
     from_one: bool,
 ) -> HeadsNorm:
     """Declare the norm of queries, `of` "q", or of keys, "k"."""
     name, constants = f"self_attn.{of}_norm.weight", (config.rms_norm_eps, options.dtype)
-    if not joint:
-        weight = Reordered(Tensor(name, (config.head_dim,)), heads.order)
-        return RMSNorm(weight, *constants, from_one=from_one)
-    assert not from_one
-    stored, num = (heads.num_q, heads.num_q) if of == "q" else (heads.num_stored_kv, heads.num_kv)
-    return AllHeadsNorm(HeadVectors(name, stored, num, heads.order), *constants)
+    if kind == "all_heads":
+        assert not from_one
+        stored, num = (
+            (heads.num_q, heads.num_q) if of == "q" else (heads.num_stored_kv, heads.num_kv)
+        )
+        return AllHeadsNorm(HeadVectors(name, stored, num, heads.order), *constants)
+    shape = (config.head_dim,)
+    weight = Ones(shape) if kind == "weightless" else Reordered(Tensor(name, shape), heads.order)
+    return RMSNorm(weight, *constants, from_one=from_one)
 
 
 def _attention_gate(

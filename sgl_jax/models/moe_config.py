@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_jax.core.layer_configs import ExpertChoice
-from sgl_jax.models.config_defaults import is_hybrid, text_architecture
+from sgl_jax.models.config_defaults import has_chunks, is_hybrid, text_architecture
 from sgl_jax.models.config_fields import (
     ModelConfigError,
     optional_float,
@@ -32,6 +32,7 @@ class MoeConfig:
     shared_intermediate_size: int | None = None  # width of an expert that serves every token
     gates_shared: bool = True  # the sigmoid of a product with the token multiplies its result
     has_choice_bias: bool = False  # the router has biases that only affect the choice
+    weighs_inputs: bool = False  # the router's weights multiply experts' inputs, not their results
 
 
 def read_moe(raw: Mapping[str, Any]) -> MoeConfig | None:
@@ -58,9 +59,13 @@ def read_moe(raw: Mapping[str, Any]) -> MoeConfig | None:
         swiglu_limit=optional_float(raw, "swiglu_limit"),
         swiglu_alpha=positive_float(raw, "swiglu_alpha", default=1.0),
         shared_intermediate_size=(
-            positive_int(raw, "shared_expert_intermediate_size") if is_hybrid(raw) else None
+            positive_int(raw, "shared_expert_intermediate_size")
+            if is_hybrid(raw) or raw.get("shared_expert_intermediate_size")
+            else None
         ),
+        gates_shared=not has_chunks(raw),
         has_choice_bias=switch(raw, "use_routing_bias"),
+        weighs_inputs=has_chunks(raw),
     )
 
 

@@ -13,7 +13,7 @@ def olmo3_layer(config: ModelConfig, spec: LayerSpec, options: BuildOptions) -> 
     """Declare one layer. Raise ValueError if `tp_size` chips cannot split heads or widths."""
     return DecoderLayer(
         None,
-        attention(config, spec, options, qk_norm=True, joint_norms=True),
+        attention(config, spec, options, qk_norm="all_heads"),
         None,
         gated_mlp(config, spec, options),
         attended_norm=norm("post_attention_layernorm", config.hidden_size, config, options),

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from sgl_jax.layers.linear import ExpertLinear, Linear
 from sgl_jax.layers.moe import MixtureOfExperts, SharedExpert
@@ -13,19 +13,27 @@ from sgl_jax.models.decoder_layer import DecoderLayer
 from sgl_jax.models.llama import gated_mlp, llama_layer, require_divisible
 from sgl_jax.models.projections import quantization_of
 
-qwen3_layer = partial(llama_layer, qk_norm=True)
+qwen3_layer = partial(llama_layer, qk_norm="each_head")
+
+
+# A tensor of all experts' matrices has a row for each output, or a column, or it may have either.
+Layouts = Literal["rows", "columns", "either"]
 
 
 class ExpertNames(NamedTuple):
-    """Names of the modules of a layer's experts; all but the first are relative to it."""
+    """Names of the modules of a layer's experts; all but the first are relative to it.
+
+    Stacked matrices of all experts have the `layouts`.
+    """
 
     block: str = "mlp."
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    router: str = "gate"
     choice_bias: str = "gate.e_score_correction_bias"
-    # A tensor of all experts' matrices may have rows of inputs in place of rows of outputs.
-    has_either_layout: bool = False
+    shared: str = "shared_experts"  # without a gate
+    layouts: Layouts = "rows"
 
 
 _NAMES = ExpertNames()
@@ -55,7 +63,7 @@ def mixture_of_experts(
     hidden, width, dtype = config.hidden_size, moe.intermediate_size, options.dtype
     require_divisible("moe_intermediate_size", width, options.expert_slices)
     block, router_shape = names.block, (hidden, moe.num_experts)
-    router = Tensor(f"{block}gate.weight", router_shape, transposed=True)
+    router = Tensor(f"{block}{names.router}.weight", router_shape, transposed=True)
     choice_bias = Tensor(block + names.choice_bias, (moe.num_experts,))
     # All three are [experts, width, hidden], the layout of the grouped matmul.
     shape = (moe.num_experts, width, hidden)
@@ -76,9 +84,11 @@ def mixture_of_experts(
         one = Tensor(f"{name}.weight", (width, hidden), transposed=not inwards)
         prefixes = tuple(f"{block}experts.{expert}." for expert in range(moe.num_experts))
         source: Source = Stacked(prefixes, one)
-        if names.has_either_layout:
+        if names.layouts != "rows":
             source = OneOf(source, columns[name])
-        source = options.all_experts(OneOf(source, rows[name]))
+        if names.layouts != "columns":
+            source = OneOf(source, rows[name])
+        source = options.all_experts(source)
         one_expert = replace(one, name=prefixes[0] + one.name)
         return ExpertLinear(
             source,
@@ -98,19 +108,25 @@ def mixture_of_experts(
         choice=moe.choice,
         choice_bias=choice_bias if moe.has_choice_bias else None,
         moves=options.kernels.expert_dispatch,
-        shared=_shared_expert(config, spec, moe, options),
+        shared=_shared_expert(config, spec, moe, options, names),
         scatters=options.sequence_parallel,
+        weighs_inputs=moe.weighs_inputs,
     )
 
 
 def _shared_expert(
-    config: ModelConfig, spec: LayerSpec, moe: MoeConfig, options: BuildOptions
+    config: ModelConfig,
+    spec: LayerSpec,
+    moe: MoeConfig,
+    options: BuildOptions,
+    names: ExpertNames,
 ) -> SharedExpert | None:
     width = moe.shared_intermediate_size
     if width is None:
         return None
     if not moe.gates_shared:
-        return SharedExpert(gated_mlp(config, spec, options, "mlp.shared_experts.", width), None)
+        prefix = f"{names.block}{names.shared}."
+        return SharedExpert(gated_mlp(config, spec, options, prefix, width), None)
     gate = Tensor("mlp.shared_expert_gate.weight", (config.hidden_size, 1), transposed=True)
     expert = gated_mlp(config, spec, options, "mlp.shared_expert.", width)
     return SharedExpert(expert, Linear(gate, options.dtype))

@@ -9,5 +9,5 @@ QWEN3_VL = Architecture(
     qwen3_layer, body="model.language_model.", spare_prefixes=("model.visual.",)
 )
 QWEN3_VL_MOE = QWEN3_VL._replace(
-    build_layer=partial(qwen3_moe_layer, names=ExpertNames(has_either_layout=True))
+    build_layer=partial(qwen3_moe_layer, names=ExpertNames(layouts="either"))
 )

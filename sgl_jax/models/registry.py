@@ -14,6 +14,7 @@ from sgl_jax.models.gemma3 import GEMMA3, GEMMA3_TEXT
 from sgl_jax.models.glm4_moe import GLM4_MOE
 from sgl_jax.models.gpt_oss import gpt_oss_layer
 from sgl_jax.models.llama import llama_layer
+from sgl_jax.models.llama4 import LLAMA4, LLAMA4_TEXT
 from sgl_jax.models.minimax_m2 import minimax_m2_layer
 from sgl_jax.models.mistral3 import MISTRAL3
 from sgl_jax.models.olmo3 import olmo3_layer
@@ -30,6 +31,8 @@ _ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "Gemma3ForConditionalGeneration": GEMMA3,
         "Glm4MoeForCausalLM": GLM4_MOE,
         "GptOssForCausalLM": Architecture(gpt_oss_layer),
+        "Llama4ForCausalLM": LLAMA4_TEXT,
+        "Llama4ForConditionalGeneration": LLAMA4,
         "LlamaForCausalLM": Architecture(llama_layer),
         "MiniMaxM2ForCausalLM": Architecture(minimax_m2_layer),
         "Ministral3ForCausalLM": Architecture(llama_layer),  # the config has the queries' scale

@@ -23,9 +23,10 @@ from sgl_jax.models.config_fields import (
 )
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
-LayerKind = Literal["full_attention", "sliding_attention", "linear_attention"]
+LayerKind = Literal["full_attention", "sliding_attention", "chunked_attention", "linear_attention"]
 FULL: LayerKind = "full_attention"
 SLIDING: LayerKind = "sliding_attention"
+CHUNKED: LayerKind = "chunked_attention"
 LINEAR: LayerKind = "linear_attention"
 _ORIGINAL = "original_max_position_embeddings"
 # Their `rope_scaling` applies only to layers without windows.
@@ -121,6 +122,14 @@ def read_query_scale(raw: Mapping[str, Any], max_positions: int) -> QueryScale |
         return None
     period = positive_int(own, _ORIGINAL, default=max_positions)
     return QueryScale(positive_float(own, "llama_4_scaling_beta"), period)
+
+
+def read_unrotated_query_scale(raw: Mapping[str, Any]) -> QueryScale | None:
+    """Return the factor of queries of layers without rotation; None if it is 1."""
+    if not raw.get("attn_temperature_tuning"):  # some configs have a number
+        return None
+    scale = positive_float(raw, "attn_scale")
+    return QueryScale(scale, positive_int(raw, "floor_scale"), first=1)
 
 
 def read_rope(raw: Mapping[str, Any], kind: LayerKind, max_positions: int) -> RopeConfig:

@@ -141,6 +141,8 @@ def test_a_seed_oss_has_no_bias_after_attention():
         ("mistral-small-4", 119),
         ("qwen3-vl-8b", 8.19),
         ("qwen3-vl-30b-a3b", 30.5),
+        ("llama-4-scout", 107.8),
+        ("llama-4-maverick", 400),
     ],
 )
 def test_a_published_model_has_as_many_parameters_as_its_name_says(name, billions):
@@ -188,3 +190,22 @@ def test_a_wrong_text_part_is_refused(changes, message):
 def test_of_a_qwen3_vl_the_text_model_is_read():
     assert published("qwen3-vl-30b-a3b").layers[0].moe == MoeConfig(128, ExpertChoice(8, True), 768)
     assert published("qwen3-vl-8b").layers[0].rope == RopeConfig(5e6)
+
+
+def test_a_llama_4_has_chunks_where_it_rotates():
+    config = published("llama-4-scout")
+    chunked, full = config.layers[2], config.layers[3]
+    assert (chunked.sliding_window, chunked.is_chunked, chunked.query_scale) == (8192, True, None)
+    assert (full.rope, full.sliding_window, full.is_chunked) == (None, None, False)
+    assert full.query_scale == QueryScale(0.1, 8192, first=1)
+    assert [len(group.layers) for group in config.cache_groups()] == [12, 36]
+    assert config.moe.choice == ExpertChoice(1, False, has_sigmoid_scores=True)
+    assert config.moe.weighs_inputs
+    assert config.moe.shared_intermediate_size == 8192
+
+
+def test_a_llama_4_may_have_dense_layers():
+    config = published("llama-4-maverick")
+    assert [spec.moe is None for spec in config.layers] == [True, False] * 24
+    assert config.intermediate_size == 16384
+    assert not config.qk_norm
