@@ -27,12 +27,30 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    Mistral4Config,
+    Mistral4ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -43,6 +61,14 @@ from transformers import (
     Qwen3MoeForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+    SeedOssConfig,
+    SeedOssForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
@@ -122,6 +148,42 @@ YARN = {
     "mscale": 0.7,
     "mscale_all_dim": 0.9,
     "original_max_position_embeddings": 32,
+}
+TINY = SMALL | {"vocab_size": 130, "eos_token_id": 129, "bos_token_id": 128}
+# Prompts exceed the original context several times, so that queries have several factors.
+YARN_OF_MISTRAL = YARN | {
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 16,
+    "llama_4_scaling_beta": 0.3,
+}
+MINISTRAL3 = TINY | {"num_hidden_layers": 2, "head_dim": 12, "rope_parameters": YARN_OF_MISTRAL}
+# A tower of images, which the text model never reads.
+TOWER = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "patch_size": 2} | {
+    "out_hidden_size": 32,
+    "num_position_embeddings": 4,
+    "deepstack_visual_indexes": [0],
+}
+QWEN3_VL = TINY | {
+    "num_hidden_layers": 2,
+    "head_dim": 12,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 100.0,
+        "mrope_section": [2, 2, 2],
+        "mrope_interleaved": True,
+    },
+}
+GLM_EXPERTS = {
+    "moe_intermediate_size": 16,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 100.0,
+        "partial_rotary_factor": 0.5,
+    },
 }
 MODELS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig]] = {
     "llama": (
@@ -284,6 +346,187 @@ MODELS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig]] = {
             rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
         ),
     ),
+    # Every third layer is not rotated, and the last period is not whole.
+    "smollm3": (
+        SmolLM3ForCausalLM,
+        SmolLM3Config(
+            **TINY,
+            num_hidden_layers=5,
+            no_rope_layer_interval=3,
+            pad_token_id=0,
+            rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+        ),
+    ),
+    "seed_oss": (
+        SeedOssForCausalLM,
+        SeedOssConfig(
+            **TINY | {"num_attention_heads": 6}, num_hidden_layers=2, head_dim=12, pad_token_id=0
+        ),
+    ),
+    # Three of four pairs are rotated; the prompt exceeds the original context.
+    "phi3": (
+        Phi3ForCausalLM,
+        Phi3Config(
+            **TINY,
+            num_hidden_layers=2,
+            pad_token_id=0,
+            tie_word_embeddings=True,
+            original_max_position_embeddings=32,
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 100.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.1, 1.3],
+                "long_factor": [1.2, 2.0, 5.0],
+            },
+        ),
+    ),
+    "phi3_window": (
+        Phi3ForCausalLM,
+        Phi3Config(
+            **TINY | {"num_key_value_heads": 4},
+            num_hidden_layers=2,
+            pad_token_id=0,
+            sliding_window=11,
+        ),
+    ),
+    "olmo3": (
+        Olmo3ForCausalLM,
+        Olmo3Config(
+            **TINY,
+            num_hidden_layers=6,
+            sliding_window=10,
+            pad_token_id=0,
+            rope_parameters={
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 100.0,
+                    "factor": 8.0,
+                    "attention_factor": 1.2,
+                    "beta_fast": 4.0,
+                    "beta_slow": 1.0,
+                    "original_max_position_embeddings": 32,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        ),
+    ),
+    "glm4_moe": (
+        Glm4MoeForCausalLM,
+        Glm4MoeConfig(
+            **TINY,
+            **GLM_EXPERTS,
+            num_hidden_layers=3,
+            head_dim=12,
+            attention_bias=True,
+            use_qk_norm=True,
+            n_routed_experts=7,
+        ),
+    ),
+    # Groups of experts; no biases and no norms, as in the Air models.
+    "glm4_moe_groups": (
+        Glm4MoeForCausalLM,
+        Glm4MoeConfig(
+            **TINY,
+            **GLM_EXPERTS | {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5},
+            num_hidden_layers=4,
+            head_dim=16,
+            n_routed_experts=12,
+        ),
+    ),
+    "minimax_m2": (
+        MiniMaxM2ForCausalLM,
+        MiniMaxM2Config(
+            **TINY | {"intermediate_size": 16},
+            num_hidden_layers=2,
+            head_dim=12,
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 100.0,
+                "partial_rotary_factor": 0.5,
+            },
+        ),
+    ),
+    "ministral": (
+        MinistralForCausalLM,
+        MinistralConfig(
+            **TINY,
+            num_hidden_layers=3,
+            head_dim=12,
+            sliding_window=9,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        ),
+    ),
+    "ministral3": (Ministral3ForCausalLM, Ministral3Config(**MINISTRAL3, pad_token_id=0)),
+    # The same in a multimodal model.
+    "mistral3": (
+        Mistral3ForConditionalGeneration,
+        Mistral3Config(
+            text_config={"model_type": "ministral3", "pad_token_id": 0} | MINISTRAL3,
+            vision_config={"model_type": "pixtral", "patch_size": 2, "image_size": 8, "head_dim": 4}
+            | {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+            | {"num_attention_heads": 2},
+            tie_word_embeddings=False,
+        ),
+    ),
+    "mistral4": (
+        Mistral4ForCausalLM,
+        Mistral4Config(
+            **LATENTS | TINY | {"num_key_value_heads": 4},
+            num_hidden_layers=3,
+            q_lora_rank=20,
+            first_k_dense_replace=1,
+            n_routed_experts=12,
+            n_shared_experts=1,
+            num_experts_per_tok=3,
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=1.5,
+            pad_token_id=0,
+            rope_parameters=dict(YARN_OF_MISTRAL),  # it is completed in place
+        ),
+    ),
+    "qwen3_vl": (
+        Qwen3VLForConditionalGeneration,
+        Qwen3VLConfig(text_config=QWEN3_VL, vision_config=TOWER, tie_word_embeddings=True),
+    ),
+    "qwen3_vl_moe": (
+        Qwen3VLMoeForConditionalGeneration,
+        Qwen3VLMoeConfig(
+            text_config=QWEN3_VL
+            | {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
+            vision_config=TOWER,
+            tie_word_embeddings=False,
+        ),
+    ),
+    # Chunks shorter than the prompt, and as long as some pages; top-1 of experts' scaled inputs in
+    # every second layer.
+    "llama4": (
+        Llama4ForCausalLM,
+        Llama4TextConfig(
+            **TINY,
+            num_hidden_layers=5,
+            head_dim=12,
+            intermediate_size_mlp=40,
+            num_local_experts=5,
+            num_experts_per_tok=1,
+            interleave_moe_layer_step=2,
+            no_rope_layer_interval=3,
+            attention_chunk_size=12,
+            floor_scale=8,
+            attn_scale=0.3,
+            rope_parameters={
+                "rope_type": "llama3",
+                "rope_theta": 1000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        ),
+    ),
 }
 
 
@@ -351,7 +594,7 @@ def make(folder: Path, kind: type[PreTrainedModel], config: PretrainedConfig, se
 
 
 def write_continuation(model: PreTrainedModel, num_tokens: int, file: Path) -> None:
-    prompt = torch.randint(0, model.config.vocab_size, (num_tokens,))
+    prompt = torch.randint(0, model.config.get_text_config().vocab_size, (num_tokens,))
     tokens, logits = prompt, []
     for _ in range(GREEDY_TOKENS):
         all_logits = model(tokens[None]).logits[0].float()

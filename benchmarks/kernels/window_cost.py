@@ -81,7 +81,7 @@ def mean_work(layer: Layer, blocks: DecodeBlocks, page_size: int, context: int) 
     table = jnp.zeros((len(starts), context // page_size), jnp.int32)
     ones = jnp.ones_like(starts)
     batch = AttentionBatch.build(table, starts, ones, jnp.int32(len(starts)), len(starts))
-    pages = row_pages(batch, page_size, layer.window)
+    pages = row_pages(batch, page_size, ScoreOptions(1.0, layer.window))
     bounds = zip(
         np.asarray(pages.first), np.asarray(pages.stop), np.asarray(starts) + 1, strict=True
     )

@@ -53,7 +53,10 @@ def load_safetensors(
         stored = QuantizedTensors(quantization)
 
         def has(key: TensorKey, shape: Shape) -> bool:
-            return stored.expected(key, shape).keys() <= files.shapes.keys()
+            return all(
+                name in files.shapes and (not own.shapes or files.shapes[name] in own.shapes)
+                for name, own in stored.expected(key, shape).items()
+            )
 
         declared = {path: (array, own.as_stored(has)) for path, (array, own) in declared.items()}
         expected: dict[str, Expected] = {}

@@ -9,10 +9,9 @@ from sgl_jax.kernels.attention.batch import AttentionBatch, ScoreOptions
 from sgl_jax.layers.head_sources import Heads
 from sgl_jax.layers.linear import Linear
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS
-from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.parameter import parameter
-from sgl_jax.layers.qkv_heads import QKVHeads, xla_qkv_heads
-from sgl_jax.layers.rotary import Rotation
+from sgl_jax.layers.qkv_heads import HeadsNorm, QKVHeads, xla_qkv_heads
+from sgl_jax.layers.rotary import Rotation, scale_queries
 from sgl_jax.layers.sources import Source
 
 
@@ -82,8 +81,8 @@ class Attention(nnx.Module):
         gate: Linear | None = None,
         attend: RaggedPagedAttention,
         qkv_heads: QKVHeads = xla_qkv_heads,
-        q_norm: RMSNorm | None = None,
-        k_norm: RMSNorm | None = None,
+        q_norm: HeadsNorm | None = None,
+        k_norm: HeadsNorm | None = None,
         scores: ScoreOptions,
         sinks: Source | None = None,
         has_kv_scales: bool = False,
@@ -92,8 +91,8 @@ class Attention(nnx.Module):
 
         `qkv` is split by its outputs, `output` by its inputs. `gate` multiplies each query's result
         and is split by its outputs, in the order of the heads. `qkv_heads` computes the inputs of
-        the kernel `attend`. The norms apply to each query and key. `sinks` are [num_heads], and not
-        in `scores`. `has_kv_scales` adds the scales of an 8-bit cache.
+        the kernel `attend`. The norms apply to queries and keys before rotation. `sinks` are
+        [num_heads], and not in `scores`. `has_kv_scales` adds the scales of an 8-bit cache.
         """
         self.heads = heads
         self.qkv = qkv
@@ -117,6 +116,7 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """Map x [T, hidden] to (result [T, hidden], kv_cache with this layer's new K and V)."""
         q, k, v = self.qkv_heads(self.qkv(x), self.heads, self.q_norm, self.k_norm, by)
+        q = scale_queries(q, by)
         if self.kv_scales is not None:
             q, k, v = self.kv_scales.before(q, k, v)
         scores = self.scores

@@ -53,10 +53,14 @@ class Heads:
     num_kv: int  # KV heads of the mesh, with copies if there are more chips than KV heads
     head_dim: int
     num_turned: int | None = None  # rotated dimensions; None: all
+    pairs_neighbours: bool = False  # the checkpoint's dimensions 2i and 2i + 1 rotate together
 
     @property
     def order(self) -> tuple[int, ...]:
         """Return the checkpoint's dimension for each dimension of queries and keys."""
+        if self.pairs_neighbours:
+            assert self.num_turned is None
+            return (*range(0, self.head_dim, 2), *range(1, self.head_dim, 2))
         return paired_order(self.head_dim, self.num_turned or self.head_dim)
 
     @property
@@ -70,18 +74,53 @@ class Heads:
 
 
 @dataclass(frozen=True)
+class HeadVectors(Source):
+    """A vector for each of `num_heads` heads, side by side, of one tensor.
+
+    The tensor has `num_stored` heads; each is copied to num_heads / num_stored adjacent heads.
+    """
+
+    name: str
+    num_stored: int
+    num_heads: int
+    order: tuple[int, ...]  # the tensor's dimension for each dimension of a head
+
+    @property
+    def shape(self) -> Shape:
+        return (self.num_heads * len(self.order),)
+
+    @property
+    def plain_shape(self) -> Shape:
+        return (self.num_stored * len(self.order),)
+
+    def tensors(self, prefix: str = "") -> dict[TensorKey, Shape]:
+        return {TensorKey(prefix + self.name): self.plain_shape}
+
+    def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
+        whole = (slice(0, *self.plain_shape),)
+        stored = tensors.read(TensorKey(prefix + self.name), whole)
+        heads = stored.reshape(self.num_stored, -1)[:, list(self.order)]
+        out[...] = heads.repeat(self.num_heads // self.num_stored, axis=0).reshape(-1)[index]
+
+    def fit(self, plain: jax.Array) -> jax.Array:
+        heads = plain.reshape(self.num_stored, -1)
+        return jnp.repeat(heads, self.num_heads // self.num_stored, axis=0).reshape(-1)
+
+
+@dataclass(frozen=True)
 class FusedHeads(Source):
     """Q, K and V projections side by side, [*inputs, num_kv * kv_width]; see `layers.attention`.
 
     They are stored as three tensors, q as [num_q * head_dim, *inputs], k and v as [num_stored_kv *
-    head_dim, *inputs], where `inputs` is (hidden,) for a weight and () for a bias. If the mesh has
-    more KV heads than the checkpoint, each stored head is copied to num_kv / num_stored_kv adjacent
-    heads. Slices of the parameter hold whole KV heads.
+    head_dim, *inputs], where `inputs` is (hidden,) for a weight and () for a bias; or as one
+    tensor, with the rows of q, then of k, then of v. If the mesh has more KV heads than the
+    checkpoint, each stored head is copied to num_kv / num_stored_kv adjacent heads. Slices of the
+    parameter hold whole KV heads.
 
     With `has_gates`, the tensor of q has 2 * head_dim rows for each head: its query's, its gate's.
     """
 
-    names: tuple[str, ...]  # names of q, k and v
+    names: tuple[str, ...]  # names of q, k and v, or of their tensor
     inputs: Shape
     heads: Heads
     has_gates: bool = False
@@ -100,11 +139,20 @@ class FusedHeads(Source):
         return replace(self, inputs=(part.inputs(self.inputs[0]),), part=part)
 
     def tensors(self, prefix: str = "") -> dict[TensorKey, Shape]:
-        kv_shape = (self.heads.num_stored_kv * self.heads.head_dim, *self.inputs)
+        keys, rows = self._keys(prefix), self._rows
+        if len(keys) == 1:
+            rows = (sum(rows),)
+        return {key: (own, *self.inputs) for key, own in zip(keys, rows, strict=True)}
+
+    def _keys(self, prefix: str) -> list[TensorKey]:
+        return [TensorKey(prefix + name, self.part) for name in self.names]
+
+    @property
+    def _rows(self) -> tuple[int, ...]:
+        """Return the numbers of rows of q, k and v."""
+        kv_rows = self.heads.num_stored_kv * self.heads.head_dim
         q_rows = self.heads.num_q * self.heads.head_dim * (2 if self.has_gates else 1)
-        q_shape = (q_rows, *self.inputs)
-        keys = [TensorKey(prefix + name, self.part) for name in self.names]
-        return dict(zip(keys, (q_shape, kv_shape, kv_shape), strict=True))
+        return q_rows, kv_rows, kv_rows
 
     def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
         *inputs, columns = index
@@ -114,22 +162,25 @@ class FusedHeads(Source):
         sizes = [part.stop - part.start for part in inputs]
         fused = np.empty((stop - first, heads.group + 2, heads.head_dim, *sizes), out.dtype)
 
-        def read(name: str, first: int, stop: int, *, has_gates: bool = False) -> NDArray[Any]:
-            """Return heads [first, stop) of a tensor, [heads, head_dim, *inputs]."""
+        keys, starts = self._keys(prefix), np.cumsum([0, *self._rows]).tolist()
+
+        def read(part: int, first: int, stop: int, *, has_gates: bool = False) -> NDArray[Any]:
+            """Return heads [first, stop) of part 0, 1 or 2 (q, k, v): [heads, head_dim, ...]."""
             stride = heads.head_dim * (2 if has_gates else 1)
-            key, rows = TensorKey(prefix + name, self.part), slice(first * stride, stop * stride)
+            start, key = (starts[part], keys[0]) if len(keys) == 1 else (0, keys[part])
+            rows = slice(start + first * stride, start + stop * stride)
             tensor = tensors.read(key, (rows, *inputs))
             return tensor.reshape(stop - first, stride, *sizes)[:, : heads.head_dim]
 
         group = heads.group
-        q = read(self.names[0], first * group, stop * group, has_gates=self.has_gates)
+        q = read(0, first * group, stop * group, has_gates=self.has_gates)
         fused[:, : heads.group] = q.reshape(-1, heads.group, *q.shape[1:])
         copies = heads.num_kv // heads.num_stored_kv
         first_stored = first // copies
-        for place, name in enumerate(self.names[1:], heads.group):
-            stored = read(name, first_stored, (stop - 1) // copies + 1)
-            fused[:, place] = stored[np.arange(first, stop) // copies - first_stored]
-        if self.heads.num_turned is not None:
+        for part in (1, 2):
+            stored = read(part, first_stored, (stop - 1) // copies + 1)
+            fused[:, group + part - 1] = stored[np.arange(first, stop) // copies - first_stored]
+        if heads.order != tuple(range(heads.head_dim)):
             fused[:, :-1] = fused[:, :-1, list(heads.order)]
         out[...] = np.moveaxis(fused.reshape(-1, *sizes), 0, -1)
 

@@ -18,7 +18,7 @@ from sgl_jax.layers.linear import Linear
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS
 from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.parameter import parameter
-from sgl_jax.layers.rotary import Rotation, rotate
+from sgl_jax.layers.rotary import Rotation, rotate, scale_queries
 from sgl_jax.layers.sources import Source
 
 
@@ -79,7 +79,7 @@ class LatentAttention(nnx.Module):
         rotated_key = rotate(key[:, None], by)[:, 0]
         latents = jnp.concatenate([self.latent_norm(latent), rotated_key], axis=1)
         out, kv_cache = self.attend(
-            LatentQueries(nope, rotate(rope, by)),
+            LatentQueries(scale_queries(nope, by), scale_queries(rotate(rope, by), by)),
             latents,
             use_weights((self.key_up, self.value_up), UpProjections),
             kv_cache,

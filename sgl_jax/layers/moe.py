@@ -154,13 +154,15 @@ class MixtureOfExperts(nnx.Module):
         gated: Gated = silu_gated,
         shared: SharedExpert | None = None,
         scatters: bool = False,
+        weighs_inputs: bool = False,
     ) -> None:
         """Declare the layer.
 
         `router` is [hidden, experts]; `gate` and `up` are transposed, `down` is not. Either all
         three have biases or none. Their rows may be padded from hidden with zeros. `choice_bias`,
         [experts], is added to the router's scores only for the choice. `scatters`: each chip gets
-        its share of the tokens' sums.
+        its share of the tokens' sums. `weighs_inputs`: weights multiply experts' inputs, not their
+        results.
         """
         self.router = router
         self.gate = gate
@@ -173,6 +175,7 @@ class MixtureOfExperts(nnx.Module):
         self.gated = gated
         self.shared = shared
         self.scatters = scatters
+        self.weighs_inputs = weighs_inputs
 
     def __call__(
         self,
@@ -246,6 +249,17 @@ class MixtureOfExperts(nnx.Module):
         self, x: jax.Array, weights: jax.Array, slots: jax.Array, first: jax.Array, num_own: int
     ) -> jax.Array:
         """Sum each token's results of slots [first, first + num_own), weighted: [T, hidden]."""
+        if not self.weighs_inputs:
+            return self._sums_of_lines(x, weights, slots, first, num_own)
+        # Each token becomes a token for each of its experts.
+        inputs = (x * weights[..., None]).astype(x.dtype).reshape(-1, x.shape[1])
+        ones = jnp.ones((1, len(inputs)), weights.dtype)
+        results = self._sums_of_lines(inputs, ones, slots.reshape(1, -1), first, num_own)
+        return jnp.sum(results.reshape(*slots.shape, -1), axis=0)
+
+    def _sums_of_lines(
+        self, x: jax.Array, weights: jax.Array, slots: jax.Array, first: jax.Array, num_own: int
+    ) -> jax.Array:
         lines, hidden_size = self.moves.sort(slots, first, num_own), x.shape[1]
         padded = jnp.pad(x, ((0, 0), (0, self.gate.row_size - hidden_size)))
 
@@ -255,7 +269,7 @@ class MixtureOfExperts(nnx.Module):
 
         axes = self.gate.expert_axes
         num_chips = 1 if axes is None else lax.axis_size(axes)
-        size = lines_at_once(len(x), self.choice.top_k, num_chips)
+        size = lines_at_once(len(x), len(slots), num_chips)
         if size == lines.num_lines:
             return self.moves.add(results(lines), weights, lines)[:, :hidden_size]
 

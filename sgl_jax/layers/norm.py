@@ -1,10 +1,13 @@
 """Root mean square normalisation."""
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.typing import DTypeLike
 
 from sgl_jax.kernels.rms_norm import rms_normalised
+from sgl_jax.layers.mesh_axes import TENSOR_AXIS, sum_over_tensor
 from sgl_jax.layers.parameter import parameter
 from sgl_jax.layers.sources import Source
 
@@ -22,3 +25,23 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalise x [..., size]; the result has x's dtype."""
         return rms_normalised(x, self.weight[...], self.eps, self.from_one)
+
+
+class AllHeadsNorm(nnx.Module):
+    """x / rms(x) * weight over all heads of all chips of a rank, for queries or for keys.
+
+    Copies of KV heads do not change it: each head has the same number of copies.
+    """
+
+    def __init__(self, weight: Source, eps: float, dtype: DTypeLike) -> None:
+        """Declare the norm; `weight` is [heads * head_dim], split by heads."""
+        self.weight = parameter(weight, dtype, TENSOR_AXIS, initial="ones")
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalise x [T, heads, head_dim]; the result has x's dtype."""
+        wide = x.astype(jnp.float32)
+        total = sum_over_tensor(jnp.sum(wide * wide, axis=(1, 2), keepdims=True))
+        size = x.shape[1] * x.shape[2] * lax.axis_size(TENSOR_AXIS)
+        scaled = wide * lax.rsqrt(total / size + self.eps)
+        return scaled.astype(x.dtype) * self.weight[...].reshape(x.shape[1:])

@@ -7,10 +7,11 @@ from jax import lax
 
 from sgl_jax.kernels.tpu_chip import LANES
 from sgl_jax.layers.head_sources import Heads
-from sgl_jax.layers.norm import RMSNorm
+from sgl_jax.layers.norm import AllHeadsNorm, RMSNorm
 from sgl_jax.layers.rotary import Rotation, rotate
 
 QKV = tuple[jax.Array, jax.Array, jax.Array]
+HeadsNorm = RMSNorm | AllHeadsNorm  # of each head, or of all heads together
 
 
 class QKVHeads(Protocol):
@@ -20,8 +21,8 @@ class QKVHeads(Protocol):
         self,
         qkv: jax.Array,
         heads: Heads,
-        q_norm: RMSNorm | None,
-        k_norm: RMSNorm | None,
+        q_norm: HeadsNorm | None,
+        k_norm: HeadsNorm | None,
         by: Rotation,
     ) -> QKV:
         """Compute the heads of one chip's tokens.
@@ -29,7 +30,7 @@ class QKVHeads(Protocol):
         Args:
             qkv: [T, kv_heads * heads.kv_width], for each KV head its queries, its key, its value.
             heads: the layer's heads on the whole mesh; `group` and `head_dim` also hold for a chip.
-            q_norm, k_norm: norms of each query and each key, or None.
+            q_norm, k_norm: norms of queries and keys, or None.
             by: each token's rotation.
 
         Returns:
@@ -39,7 +40,7 @@ class QKVHeads(Protocol):
 
 
 def xla_qkv_heads(
-    qkv: jax.Array, heads: Heads, q_norm: RMSNorm | None, k_norm: RMSNorm | None, by: Rotation
+    qkv: jax.Array, heads: Heads, q_norm: HeadsNorm | None, k_norm: HeadsNorm | None, by: Rotation
 ) -> QKV:
     # After the barrier, the split into heads cannot reach the product, where it would make the
     # TPU's compiler transpose the weights in every step, at eight times the product's cost.
@@ -53,10 +54,15 @@ def xla_qkv_heads(
 
 
 def pallas_qkv_heads(
-    qkv: jax.Array, heads: Heads, q_norm: RMSNorm | None, k_norm: RMSNorm | None, by: Rotation
+    qkv: jax.Array, heads: Heads, q_norm: HeadsNorm | None, k_norm: HeadsNorm | None, by: Rotation
 ) -> QKV:
-    """Implement `QKVHeads` by a kernel; heads that do not fill rows of lanes are left to XLA."""
+    """Implement `QKVHeads` by a kernel.
+
+    Heads that do not fill rows of lanes, and norms of all heads together, are left to XLA.
+    """
     if heads.head_dim % LANES:
+        return xla_qkv_heads(qkv, heads, q_norm, k_norm, by)
+    if isinstance(q_norm, AllHeadsNorm) or isinstance(k_norm, AllHeadsNorm):
         return xla_qkv_heads(qkv, heads, q_norm, k_norm, by)
     # Imported late: a process without the Pallas kernels does not wait for their import.
     from sgl_jax.kernels.qkv_heads import HeadNorm, rotated_heads

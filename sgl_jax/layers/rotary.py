@@ -17,6 +17,7 @@ class Rotation(NamedTuple):
 
     cos: jax.Array
     sin: jax.Array
+    query_scale: jax.Array | None = None  # float32 [T, 1, 1] multiplies queries; None: 1
 
 
 def rotation(
@@ -36,6 +37,23 @@ def rotation(
     # After the barrier, they cannot reach the loop over layers, where the TPU's compiler would
     # compute them again in each iteration.
     return Rotation(*lax.optimization_barrier(turned))
+
+
+def query_scales(positions: jax.Array, weight: float, period: int, first: int) -> jax.Array:
+    """Return 1 + weight * log(1 + (position + first) // period), float32 [T, 1, 1].
+
+    Scores of late queries grow with the number of keys (arXiv 2501.19399). `positions` are int32
+    [T].
+    """
+    periods = ((positions + first) // period).astype(jnp.float32)
+    scales = 1.0 + weight * jnp.log1p(periods)
+    result: jax.Array = lax.optimization_barrier(scales[:, None, None])  # as in `rotation`
+    return result
+
+
+def scale_queries(q: jax.Array, by: Rotation) -> jax.Array:
+    """Multiply q [T, heads, size] by its tokens' `query_scale`; the result has q's dtype."""
+    return q if by.query_scale is None else (q * by.query_scale).astype(q.dtype)
 
 
 def rotate(x: jax.Array, by: Rotation) -> jax.Array:

@@ -138,6 +138,23 @@ class Tensor(Source):
         out[...] = stored.swapaxes(-2, -1) if self.transposed else stored
 
 
+@dataclass(frozen=True)
+class Ones(Source):
+    """Ones, of no tensor: the weights of a norm that has none."""
+
+    dims: Shape
+
+    @property
+    def shape(self) -> Shape:
+        return self.dims
+
+    def tensors(self, prefix: str = "") -> dict[TensorKey, Shape]:
+        return {}
+
+    def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
+        out[...] = 1
+
+
 def swapped(axes: tuple[Any, ...]) -> tuple[Any, ...]:
     """Exchange the last two axes."""
     return *axes[:-2], axes[-1], axes[-2]

@@ -16,6 +16,7 @@ from sgl_jax.core.engine_sizes import LAST_VALUE, CacheGroup
 from sgl_jax.core.layer_configs import GatedDeltaConfig, LatentConfig
 from sgl_jax.models.config_defaults import (
     architecture_name,
+    chooses_qk_norm,
     completed,
     has_latents,
     is_hybrid,
@@ -32,16 +33,11 @@ from sgl_jax.models.config_fields import (
 )
 from sgl_jax.models.draft_names import DRAFT_NAMES, DraftNames
 from sgl_jax.models.known_fields import check_architecture, refuse_unknown_fields
-from sgl_jax.models.layer_specs import (
-    LayerSpec,
-    MoeConfig,
-    RopeConfig,
-    read_latent,
-    read_layers,
-    score_factor,
-)
+from sgl_jax.models.layer_specs import LayerSpec, read_latent, read_layers
+from sgl_jax.models.moe_config import MoeConfig
 from sgl_jax.models.quantization import AT_LOAD, QuantizationConfig, quantize_at_load
 from sgl_jax.models.quantization_config import read_quantization
+from sgl_jax.models.rope_config import RopeConfig, score_factor
 
 __all__ = [
     "CONFIG_FILE",
@@ -76,7 +72,9 @@ class ModelConfig:
     initializer_range: float
     eos_token_ids: tuple[int, ...]
     activation: Activation  # of the gate of feed-forward layers
-    attention_bias: bool  # all four projections of attention have biases
+    attention_bias: bool  # attention's projections of Q, K and V have biases
+    attention_output_bias: bool
+    qk_norm: bool  # the config asks for normalised queries and keys
     attention_gate: bool  # the sigmoid of a projection multiplies attention's result
     score_scale: float  # factor of query times key
     score_soft_cap: float | None  # scores become cap * tanh(score / cap)
@@ -159,6 +157,14 @@ class ModelConfig:
         rules = self.quantization.under(self.draft_names.layer) if self.quantization else ()
         return replace(self, draft_layer=replace(like[-1], rules=rules))
 
+    def for_context(self, num_tokens: int) -> "ModelConfig":
+        """Return the model for contexts of up to `num_tokens`, see `RopeConfig.for_context`."""
+        layers = (
+            replace(spec, rope=spec.rope and spec.rope.for_context(num_tokens))
+            for spec in self.layers
+        )
+        return replace(self, layers=tuple(layers))
+
     def quantized(self, scheme: str) -> "ModelConfig":
         """Return the model with its matrices quantized at load to the `scheme` of `--quantization`.
 
@@ -237,7 +243,9 @@ class ModelConfig:
             initializer_range=positive_float(raw, "initializer_range", default=0.02),
             eos_token_ids=_eos_token_ids(raw, generation or {}),
             activation=_activation(raw),
-            attention_bias=switch(raw, "attention_bias"),
+            attention_bias=(attention_bias := switch(raw, "attention_bias")),
+            attention_output_bias=switch(raw, "attention_out_bias", default=attention_bias),
+            qk_norm=chooses_qk_norm(raw) and switch(raw, "use_qk_norm"),
             attention_gate=switch(raw, "attn_output_gate"),
             score_scale=_score_scale(raw, head_dim),
             score_soft_cap=optional_float(raw, "attn_logit_softcapping"),
@@ -298,6 +306,13 @@ def _layers(
                 f"partial_rotary_factor ({rope.share}) of head_dim ({head_dim}) must be an even "
                 f"number of dimensions, got {rope.num_dims(head_dim)}"
             )
+        for name in ("long_factors", "short_factors"):
+            factors = getattr(rope, name)
+            if factors and 2 * len(factors) != rope.num_dims(head_dim):
+                raise ModelConfigError(
+                    f"{name.removesuffix('s')} must have a number for each of the "
+                    f"{rope.num_dims(head_dim) // 2} rotated pairs of a head, got {len(factors)}"
+                )
     if all(spec.recurrence for spec in layers):
         raise ModelConfigError("layer_types must name a full_attention layer")
     return layers

@@ -88,10 +88,112 @@ _DEEPSEEK_V3 = _DEEPSEEK | {
     "topk_group": 4,
     "topk_method": "noaux_tc",
 }
+_SMOLLM3 = {
+    "no_rope_layer_interval": 4,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 2e6,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+}
+_SEED_OSS = {"attention_bias": True, "attention_out_bias": False, "head_dim": 128}
+_PHI3 = {"original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0}
+_OLMO3 = {
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 4,
+}
+_GLM4_MOE = {
+    "attention_out_bias": False,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 8,
+    "partial_rotary_factor": 0.5,
+    "scoring_func": "sigmoid",
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "use_qk_norm": False,
+}
+_MINIMAX_M2 = {
+    "head_dim": 128,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 8,
+    "num_local_experts": 256,
+    "partial_rotary_factor": None,  # by `rotary_dim`
+    "scoring_func": "sigmoid",
+    "use_routing_bias": True,
+}
+_MINISTRAL3 = {
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 16.0,
+        "original_max_position_embeddings": 16384,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+}
+_MISTRAL4 = {
+    "first_k_dense_replace": 0,
+    "kv_lora_rank": 256,
+    "moe_intermediate_size": 2048,
+    "n_group": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 4,
+    "partial_rotary_factor": None,  # of a whole query
+    "q_lora_rank": 1024,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_interleave": True,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 128.0,
+        "original_max_position_embeddings": 8192,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+    "scoring_func": "softmax",
+    "topk_group": 1,
+    "topk_method": "group_limited_greedy",
+    "v_head_dim": 128,
+}
+_LLAMA4 = {
+    "attention_chunk_size": 8192,
+    "attn_scale": 0.1,
+    "attn_temperature_tuning": True,
+    "floor_scale": 8192,
+    "head_dim": 128,
+    "interleave_moe_layer_step": 1,
+    "intermediate_size_mlp": 16384,
+    "no_rope_layer_interval": 4,
+    "num_experts_per_tok": 1,
+    "num_local_experts": 16,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "scoring_func": "sigmoid",
+    "use_qk_norm": True,
+}
 # Other names of fields, by architecture.
 _ALIASES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "GptOssForCausalLM": {"moe_intermediate_size": "intermediate_size"},
+        "Llama4ForCausalLM": {
+            "moe_intermediate_size": "intermediate_size",
+            "shared_expert_intermediate_size": "intermediate_size",
+            "intermediate_size": "intermediate_size_mlp",  # of layers without experts
+        },
+        "MiniMaxM2ForCausalLM": {"moe_intermediate_size": "intermediate_size"},
         # All layers have experts.
         "Qwen3_5MoeForCausalLM": {"intermediate_size": "moe_intermediate_size"},
         "Qwen3_5MoeForConditionalGeneration": {"intermediate_size": "moe_intermediate_size"},
@@ -103,24 +205,50 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
         "Gemma3ForCausalLM": _GEMMA3,
         "Gemma3ForConditionalGeneration": _GEMMA3,
+        "Glm4MoeForCausalLM": _GLM4_MOE,
         "GptOssForCausalLM": _GPT_OSS,
+        "Llama4ForCausalLM": _LLAMA4,
+        "MiniMaxM2ForCausalLM": _MINIMAX_M2,
+        "Ministral3ForCausalLM": _MINISTRAL3,
+        "MinistralForCausalLM": {"sliding_window": 4096},
+        "Mistral4ForCausalLM": _MISTRAL4,
         "MistralForCausalLM": {"sliding_window": 4096},
+        "Olmo3ForCausalLM": _OLMO3,
+        "Phi3ForCausalLM": _PHI3,
         "Qwen2ForCausalLM": _QWEN,
         "Qwen3ForCausalLM": _QWEN,
         "Qwen3MoeForCausalLM": _QWEN,
         "Qwen3NextForCausalLM": _QWEN3_NEXT,
+        "Qwen3VLMoeForConditionalGeneration": {"norm_topk_prob": True},
         "Qwen3_5ForCausalLM": _HYBRID,
         "Qwen3_5ForConditionalGeneration": _HYBRID,
         "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
         "Qwen3_5MoeForConditionalGeneration": _QWEN3_5_MOE,
+        "SeedOssForCausalLM": _SEED_OSS,
+        "SmolLM3ForCausalLM": _SMOLLM3,
     }
 )
 # The section of a multimodal config that describes the text model.
 _TEXT_PART = "text_config"
 _WITH_TEXT_PART = (
     "Gemma3ForConditionalGeneration",
+    "Llama4ForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
+)
+# The text models of multimodal ones that may have several, by the section's `model_type`.
+_TEXT_MODELS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "Llama4ForConditionalGeneration": {"llama4_text": "Llama4ForCausalLM"},
+        "Mistral3ForConditionalGeneration": {
+            "mistral": "MistralForCausalLM",
+            "ministral3": "Ministral3ForCausalLM",
+            "mistral4": "Mistral4ForCausalLM",
+        },
+    }
 )
 # Top-level fields that replace those in the text section: they have the end tokens of chats.
 _OF_THE_WHOLE = ("eos_token_id", "tie_word_embeddings")
@@ -134,6 +262,19 @@ def architecture_name(raw: Mapping[str, Any]) -> str:
     return str(names[0])
 
 
+def text_architecture(raw: Mapping[str, Any]) -> str:
+    """Return the text model's class in transformers, from its fields. Raise ModelConfigError."""
+    architecture = architecture_name(raw)
+    if architecture not in _TEXT_MODELS:
+        return architecture
+    known, kind = _TEXT_MODELS[architecture], raw.get("model_type")
+    if not isinstance(kind, str) or kind not in known:
+        raise ModelConfigError(
+            f"model_type in {_TEXT_PART} must be one of {', '.join(known)}, got {kind!r}"
+        )
+    return known[kind]
+
+
 def completed(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the text model's fields of config.json, with defaults. Raise ModelConfigError."""
     architecture = architecture_name(raw)
@@ -144,17 +285,38 @@ def completed(raw: Mapping[str, Any]) -> dict[str, Any]:
             raise ModelConfigError(f"{_TEXT_PART} must be an object, got {text!r}")
         given |= text | {"architectures": [architecture]}
         given |= {name: raw[name] for name in _OF_THE_WHOLE if name in raw}
-    given = {**_DEFAULTS.get(architecture, {}), **given}
-    for name, alias in _ALIASES.get(architecture, {}).items():
+    text_model = text_architecture(given)
+    given = {**_DEFAULTS.get(text_model, {}), **given}
+    for name, alias in _ALIASES.get(text_model, {}).items():
         given[name] = given.get(alias)
     return given
 
 
 def is_hybrid(raw: Mapping[str, Any]) -> bool:
     """Return True for architectures with recurrent layers."""
-    return "linear_num_key_heads" in _DEFAULTS.get(architecture_name(raw), {})
+    return "linear_num_key_heads" in _DEFAULTS.get(text_architecture(raw), {})
+
+
+def rotates_partly(raw: Mapping[str, Any]) -> bool:
+    """Return True for architectures that may rotate only a part of each head."""
+    return "partial_rotary_factor" in _DEFAULTS.get(text_architecture(raw), {})
+
+
+def leaves_layers_unrotated(raw: Mapping[str, Any]) -> bool:
+    """Return True for architectures with attention layers that do not rotate queries and keys."""
+    return "no_rope_layer_interval" in _DEFAULTS.get(text_architecture(raw), {})
+
+
+def chooses_qk_norm(raw: Mapping[str, Any]) -> bool:
+    """Return True for architectures with a field for the norms of queries and keys."""
+    return "use_qk_norm" in _DEFAULTS.get(text_architecture(raw), {})
+
+
+def has_chunks(raw: Mapping[str, Any]) -> bool:
+    """Return True for architectures with attention to the tokens of a chunk."""
+    return "attention_chunk_size" in _DEFAULTS.get(text_architecture(raw), {})
 
 
 def has_latents(raw: Mapping[str, Any]) -> bool:
     """Return True for architectures with latent attention."""
-    return "kv_lora_rank" in _DEFAULTS.get(architecture_name(raw), {})
+    return "kv_lora_rank" in _DEFAULTS.get(text_architecture(raw), {})

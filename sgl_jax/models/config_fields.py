@@ -46,6 +46,14 @@ def optional_float(raw: Mapping[str, Any], name: str) -> float | None:
     return None if raw.get(name) is None else positive_float(raw, name)
 
 
+def positive_floats(raw: Mapping[str, Any], name: str) -> tuple[float, ...]:
+    """Return the field's list of finite numbers above 0."""
+    values = required(raw, name)
+    if not isinstance(values, list):
+        raise ModelConfigError(f"{name} must be a list of numbers, got {values!r}")
+    return tuple(positive_float({name: value}, name) for value in values)
+
+
 def switch(raw: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
     """Return true or false; `default` if the field is absent."""
     value = raw.get(name)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
@@ -32,11 +33,11 @@ from sgl_jax.layers.mesh_axes import (
 from sgl_jax.layers.moe import ExpertCopies, copy_keys, count_experts, join_counts
 from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.parameter import stack_layers
-from sgl_jax.layers.rotary import Rotation, rotation
+from sgl_jax.layers.rotary import Rotation, query_scales, rotation
 from sgl_jax.layers.sampling.split_logits import SplitLogits
 from sgl_jax.layers.sources import Padded, Source, Tensor, row_size
 from sgl_jax.mem_cache.device_pool import LayerStates
-from sgl_jax.models.config import LayerSpec, ModelConfig, RopeConfig
+from sgl_jax.models.config import LayerSpec, ModelConfig
 from sgl_jax.models.decoder_layer import DecoderLayer
 from sgl_jax.models.drafter import Drafter
 from sgl_jax.models.expert_placement import ExpertPlacement
@@ -269,12 +270,11 @@ class CausalLM(nnx.Module):
         spec, number = self.config.draft_layer, self.config.num_layers
         assert self.draft_layer is not None
         assert spec is not None
-        assert spec.rope is not None
         index, group = next(
             (i, own) for i, own in enumerate(self.cache_groups) if number in own.layers
         )
         batch, pools = batches[index], list(kv_pools)
-        reads = self._rotation(spec.rope, batch.positions), batch
+        reads = self._rotation(spec, batch.positions), batch
         vectors = self._scaled(self.embedding(token_ids))
         place = jnp.int32(group.layers.index(number))
         rest = (batch.valid, reads, pools[group.pool], place)
@@ -295,19 +295,35 @@ class CausalLM(nnx.Module):
     def _reads(
         self, batches: Sequence[AttentionBatch], state_batch: StateBatch | None
     ) -> list[tuple[Any, ...]]:
-        ropes = dict.fromkeys(spec.rope for spec in self.config.layers if spec.rope)
-        turned = {rope: self._rotation(rope, batches[0].positions) for rope in ropes}
+        # Equal rotations are computed once.
+        turned = {
+            (spec.rope, spec.query_scale): spec
+            for spec in self.config.layers
+            if not spec.recurrence
+        }
+        rotations = {
+            own: self._rotation(spec, batches[0].positions) for own, spec in turned.items()
+        }
         group_of = {
             layer: number for number, own in enumerate(self.cache_groups) for layer in own.layers
         }
         return [
-            (turned[spec.rope], batches[group_of[layer]]) if spec.rope else (state_batch,)
+            (state_batch,)
+            if spec.recurrence
+            else (rotations[spec.rope, spec.query_scale], batches[group_of[layer]])
             for layer, spec in enumerate(self.config.layers)
         ]
 
-    def _rotation(self, rope: RopeConfig, positions: jax.Array) -> Rotation:
-        size = self.config.rope_head_dim
-        return rotation(positions, rope.inverse_frequencies(size), rope.attention_factor, size // 2)
+    def _rotation(self, spec: LayerSpec, positions: jax.Array) -> Rotation:
+        size, rope, scale = self.config.rope_head_dim, spec.rope, spec.query_scale
+        # Without rotation all angles are 0.
+        frequencies = rope.inverse_frequencies(size) if rope else np.zeros(0, np.float32)
+        factor = rope.attention_factor if rope else 1.0
+        own = rotation(positions, frequencies, factor, size // 2)
+        if scale is None:
+            return own
+        scales = query_scales(positions, scale.weight, scale.period, scale.first)
+        return own._replace(query_scale=scales)
 
     def _run(
         self,

@@ -23,14 +23,14 @@ from sgl_jax.layers.norm import RMSNorm
 class DecoderLayer(nnx.Module):
     """Attention or a recurrence, then a feed-forward layer, with pre-norms and residual sums.
 
-    Some models also normalise the terms of the sums.
+    Some models normalise the terms of the sums as well, or instead.
     """
 
     def __init__(
         self,
-        input_norm: RMSNorm,
+        input_norm: RMSNorm | None,
         attention: Attention | LatentAttention | GatedDeltaNet,
-        post_attention_norm: RMSNorm,
+        post_attention_norm: RMSNorm | None,
         mlp: GatedMLP | MixtureOfExperts,
         *,
         attended_norm: RMSNorm | None = None,
@@ -38,8 +38,8 @@ class DecoderLayer(nnx.Module):
     ) -> None:
         """Declare the layer.
 
-        `post_attention_norm` normalises the feed-forward layer's input; the last two normalise the
-        outputs of attention and of the feed-forward layer.
+        `post_attention_norm` normalises the feed-forward layer's input, and experts need it; the
+        last two normalise the outputs of attention and of the feed-forward layer.
         """
         self.input_norm = input_norm
         self.attention = attention
@@ -69,19 +69,21 @@ class DecoderLayer(nnx.Module):
             tokens, int32 [top_k, T], or None.
         """
         mix: Callable[..., tuple[jax.Array, Any]] = self.attention
-        normed = self._whole(self.input_norm(hidden), is_token)
+        normed = self._whole(normalised(hidden, self.input_norm), is_token)
         attended, memory = mix(normed, *reads, memory, layer)
-        hidden = hidden + _normalised(attended, self.attended_norm)
+        hidden = hidden + normalised(attended, self.attended_norm)
         mlp, norm, experts = self.mlp, self.post_attention_norm, None
         if isinstance(mlp, GatedMLP):
-            added = mlp(self._whole(norm(hidden), is_token))
+            added = mlp(self._whole(normalised(hidden, norm), is_token))
         else:
+            assert norm is not None
             added, experts = mlp(self._whole(hidden, is_token), norm, is_token, copies)
-        return hidden, _normalised(added, self.mlp_output_norm), memory, experts
+        return hidden, normalised(added, self.mlp_output_norm), memory, experts
 
     def _whole(self, x: jax.Array, is_token: jax.Array) -> jax.Array:
         return join_shares(x, len(is_token)) if self.attention.output.scatters else x
 
 
-def _normalised(x: jax.Array, norm: RMSNorm | None) -> jax.Array:
+def normalised(x: jax.Array, norm: RMSNorm | None) -> jax.Array:
+    """Return x normalised, or x if there is no norm."""
     return x if norm is None else norm(x)

@@ -36,6 +36,7 @@ _NEXT_LAYER = DraftNames(
 DRAFT_NAMES: Mapping[str, DraftNames] = MappingProxyType(
     {
         "DeepseekV3ForCausalLM": _NEXT_LAYER,
+        "Glm4MoeForCausalLM": _NEXT_LAYER,
         "Qwen3NextForCausalLM": _MTP,
         "Qwen3_5ForCausalLM": _MTP,
         "Qwen3_5ForConditionalGeneration": _MTP,

@@ -20,7 +20,7 @@ from sgl_jax.layers.sampling.split_logits import SplitLogits
 from sgl_jax.layers.sources import Padded, Tensor
 from sgl_jax.models.config import Eagle3Head, ModelConfig
 from sgl_jax.models.decoder import BuildOptions
-from sgl_jax.models.decoder_layer import DecoderLayer
+from sgl_jax.models.decoder_layer import DecoderLayer, normalised
 from sgl_jax.models.draft_layer import draft_options, stack_draft_layer, the_only_layer
 from sgl_jax.models.llama import llama_layer, norm, require_divisible
 
@@ -79,10 +79,10 @@ class Eagle3Layer(nnx.Module):
         layer = the_only_layer(self.layer)
         assert isinstance(layer.mlp, GatedMLP)
         attend: Any = layer.attention
-        both = layer.input_norm(vectors), self.hidden_norm(hidden)
+        both = normalised(vectors, layer.input_norm), self.hidden_norm(hidden)
         attended, kv_pool = attend(jnp.concatenate(both, axis=-1), *reads, kv_pool, number)
         hidden += attended
-        return hidden + layer.mlp(layer.post_attention_norm(hidden)), kv_pool
+        return hidden + layer.mlp(normalised(hidden, layer.post_attention_norm)), kv_pool
 
     def logits(self, hidden: jax.Array, head: Callable[[jax.Array], SplitLogits]) -> SplitLogits:
         own = (head if self.lm_head is None else self.lm_head.logits)(self.norm(hidden))

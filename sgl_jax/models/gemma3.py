@@ -15,7 +15,7 @@ def gemma3_layer(config: ModelConfig, spec: LayerSpec, options: BuildOptions) ->
     own_norm = partial(norm, size=config.hidden_size, config=config, options=options, from_one=True)
     return DecoderLayer(
         own_norm("input_layernorm"),
-        attention(config, spec, options, qk_norm=True, norms_from_one=True),
+        attention(config, spec, options, qk_norm="each_head", norms_from_one=True),
         own_norm("pre_feedforward_layernorm"),
         gated_mlp(config, spec, options),
         attended_norm=own_norm("post_attention_layernorm"),

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from sgl_jax.models.config_defaults import architecture_name
+from sgl_jax.models.config_defaults import architecture_name, text_architecture
 from sgl_jax.models.config_fields import ModelConfigError
 
 
@@ -26,6 +26,15 @@ _WINDOWS = _names(
     """_sliding_window_pattern layer_types max_window_layers sliding_window sliding_window_pattern
     use_sliding_window"""
 )
+_UNROTATED = _names("no_rope_layer_interval no_rope_layers")
+_SMOLLM3 = _UNROTATED | _names("layer_types sliding_window use_sliding_window")
+_LLAMA4 = _UNROTATED | _names(
+    """attention_chunk_size attn_scale attn_temperature_tuning floor_scale
+    interleave_moe_layer_step intermediate_size_mlp layer_types moe_intermediate_size moe_layers
+    num_experts_per_tok num_local_experts scoring_func shared_expert_intermediate_size
+    use_qk_norm"""
+)
+_PHI3 = _names("original_max_position_embeddings partial_rotary_factor sliding_window")
 _EXPERTS = _names("moe_intermediate_size norm_topk_prob num_experts_per_tok")
 _QWEN3_MOE = _EXPERTS | _names("decoder_sparse_step mlp_only_layers num_experts num_local_experts")
 _GPT_OSS = _EXPERTS | _names("num_local_experts swiglu_alpha swiglu_limit")
@@ -38,6 +47,17 @@ _HYBRID = _DRAFT_LAYER | _names(
     """attn_output_gate full_attention_interval layer_types linear_conv_kernel_dim
     linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim
     partial_rotary_factor"""
+)
+_GLM4_MOE = (
+    _EXPERTS
+    | _DRAFT_LAYER
+    | _names(
+        """first_k_dense_replace n_group n_routed_experts n_shared_experts partial_rotary_factor
+        routed_scaling_factor scoring_func topk_group topk_method use_qk_norm"""
+    )
+)
+_MINIMAX_M2 = _EXPERTS | _names(
+    "num_local_experts partial_rotary_factor rotary_dim scoring_func use_routing_bias"
 )
 _HYBRID_MOE = _HYBRID | _QWEN3_MOE | {"shared_expert_intermediate_size"}
 _DEEPSEEK = (
@@ -57,6 +77,14 @@ _ROPE = _names(
 # Position sections of images; a text has one position for all of them.
 _ROPE_OF_IMAGES = _names("mrope_interleaved mrope_section")
 _ROPE_IGNORED = _names("finetuned")
+_QUERY_SCALE = _names("llama_4_scaling_beta max_position_embeddings")
+_ROPE_OF: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "Ministral3ForCausalLM": _QUERY_SCALE,
+        "Mistral4ForCausalLM": _QUERY_SCALE,
+        "Phi3ForCausalLM": _names("long_factor short_factor"),
+    }
+)
 
 # Fields by architecture, next to those of every model. The keys are the supported architectures.
 _FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
@@ -65,17 +93,31 @@ _FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
         "DeepseekV3ForCausalLM": _DEEPSEEK,
         "Gemma3ForCausalLM": _WINDOWS | _GEMMA3,
         "Gemma3ForConditionalGeneration": _WINDOWS | _GEMMA3,
+        "Glm4MoeForCausalLM": _GLM4_MOE,
         "GptOssForCausalLM": _WINDOWS | _GPT_OSS,
+        "Llama4ForCausalLM": _LLAMA4,
+        "Llama4ForConditionalGeneration": _LLAMA4,
         "LlamaForCausalLM": _WINDOWS,
+        "MiniMaxM2ForCausalLM": _MINIMAX_M2,
+        "Ministral3ForCausalLM": _WINDOWS,
+        "MinistralForCausalLM": _WINDOWS,
+        "Mistral3ForConditionalGeneration": _WINDOWS,
+        "Mistral4ForCausalLM": _DEEPSEEK | {"partial_rotary_factor"},
         "MistralForCausalLM": _WINDOWS,
+        "Olmo3ForCausalLM": _WINDOWS,
+        "Phi3ForCausalLM": _PHI3,
         "Qwen2ForCausalLM": _WINDOWS,
         "Qwen3ForCausalLM": _WINDOWS,
         "Qwen3MoeForCausalLM": _WINDOWS | _QWEN3_MOE,
         "Qwen3NextForCausalLM": _HYBRID_MOE,
+        "Qwen3VLForConditionalGeneration": frozenset(),
+        "Qwen3VLMoeForConditionalGeneration": _QWEN3_MOE,
         "Qwen3_5ForCausalLM": _HYBRID,
         "Qwen3_5ForConditionalGeneration": _HYBRID,
         "Qwen3_5MoeForCausalLM": _HYBRID_MOE,
         "Qwen3_5MoeForConditionalGeneration": _HYBRID_MOE,
+        "SeedOssForCausalLM": _names("attention_out_bias"),
+        "SmolLM3ForCausalLM": _SMOLLM3,
     }
 )
 
@@ -101,8 +143,18 @@ _IGNORED = _names(
 )
 _IMAGES = _names(
     """audio_config boi_token_index eoi_token_index image_token_id image_token_index
-    language_model_only mm_tokens_per_image text_config video_token_id vision_config
-    vision_end_token_id vision_start_token_id"""
+    language_model_only mm_tokens_per_image multimodal_projector_bias projector_hidden_act
+    spatial_merge_size text_config video_token_id vision_config vision_end_token_id
+    vision_feature_layer vision_start_token_id"""
+)
+# Fields that transformers does not read for an architecture, although published configs have them.
+_IGNORED_OF: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "MiniMaxM2ForCausalLM": _names(
+            "mlp_intermediate_size num_mtp_modules shared_moe_mode use_mtp"
+        ),
+        "SmolLM3ForCausalLM": _names("max_window_layers"),
+    }
 )
 _IGNORED_PREFIXES = ("_attn_implementation", "mtp_", "transformers.js", "unsloth_")
 _IGNORED_SUFFIXES = ("dropout", "_pdrop", "_dropout_prob")
@@ -131,6 +183,15 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 )
 _NEUTRAL_OF: Mapping[str, Mapping[str, tuple[Any, ...]]] = MappingProxyType(
     {
+        "MiniMaxM2ForCausalLM": {
+            "attn_type_list": (1,),
+            "layernorm_full_attention_beta": (1,),
+            "layernorm_linear_attention_beta": (1,),
+            "layernorm_mlp_beta": (1,),
+            "qk_norm_type": ("per_layer",),
+            "use_qk_norm": (True,),
+        },
+        "Phi3ForCausalLM": {"full_attn_mod": (1,), "interpolate_factor": (1,)},
         "Qwen3ForCausalLM": {"use_qk_norm": (True,)},
         "Qwen3MoeForCausalLM": {"use_qk_norm": (True,), "scoring_func": ("softmax",)},
     }
@@ -150,8 +211,8 @@ def refuse_unknown_fields(raw: Mapping[str, Any]) -> None:
 
     `raw` has the fields of a supported architecture's text model.
     """
-    architecture = architecture_name(raw)
-    read = _READ | _FIELDS[architecture]
+    architecture = text_architecture(raw)
+    read = _READ | _FIELDS[architecture] | _IGNORED_OF.get(architecture, frozenset())
     neutral = {**_NEUTRAL, **_NEUTRAL_OF.get(architecture, {})}
     for name, value in raw.items():
         if name not in read and not _is_ignored(name) and not _is_neutral(name, value, neutral):
@@ -160,16 +221,16 @@ def refuse_unknown_fields(raw: Mapping[str, Any]) -> None:
                 "the model's results, remove it from config.json"
             )
     for field in ("rope_parameters", "rope_scaling"):
-        _refuse_unknown_rope_fields(field, raw.get(field))
+        _refuse_unknown_rope_fields(field, raw.get(field), _ROPE_OF.get(architecture, frozenset()))
 
 
-def _refuse_unknown_rope_fields(field: str, value: Any) -> None:
+def _refuse_unknown_rope_fields(field: str, value: Any, further: frozenset[str]) -> None:
     if not isinstance(value, dict):
         return
     for name, part in value.items():
         if name in ("full_attention", "sliding_attention"):
-            _refuse_unknown_rope_fields(f"{field}.{name}", part)
-        elif name not in _ROPE | _ROPE_OF_IMAGES | _ROPE_IGNORED and not _is_neutral(
+            _refuse_unknown_rope_fields(f"{field}.{name}", part, further)
+        elif name not in _ROPE | _ROPE_OF_IMAGES | _ROPE_IGNORED | further and not _is_neutral(
             name, part, _NEUTRAL
         ):
             raise ModelConfigError(f"{name} = {part!r} in {field} is not supported")
@@ -188,5 +249,7 @@ def _is_neutral(name: str, value: Any, neutral: Mapping[str, tuple[Any, ...]]) -
     if value is None or value in ("", [], {}):
         return True
     if name in neutral:
-        return value in neutral[name]
+        return all(
+            item in neutral[name] for item in (value if isinstance(value, list) else [value])
+        )
     return value in (False, 0)

@@ -1,16 +1,29 @@
 """Llama: the plain decoder layer, the base of the other families, and its tensors' names."""
 
+from typing import Literal
+
 from sgl_jax.kernels.attention.batch import ScoreOptions
 from sgl_jax.layers.attention import Attention, replicated_kv_heads
-from sgl_jax.layers.head_sources import ByHead, FusedHeads, HeadRows, Heads, Reordered
+from sgl_jax.layers.head_sources import (
+    ByHead,
+    FusedHeads,
+    HeadRows,
+    Heads,
+    HeadVectors,
+    Reordered,
+)
 from sgl_jax.layers.linear import ACTIVATIONS, GatedMLP, Linear
 from sgl_jax.layers.moe import MixtureOfExperts
-from sgl_jax.layers.norm import RMSNorm
-from sgl_jax.layers.sources import Source, Tensor
+from sgl_jax.layers.norm import AllHeadsNorm, RMSNorm
+from sgl_jax.layers.qkv_heads import HeadsNorm
+from sgl_jax.layers.sources import Ones, Slice, Source, Tensor
 from sgl_jax.models.config import LayerSpec, ModelConfig
 from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.decoder_layer import DecoderLayer
 from sgl_jax.models.projections import linear
+
+# The norm of queries and keys: of each head, with or without weights, or of all heads together.
+QKNorm = Literal["each_head", "weightless", "all_heads"]
 
 
 def llama_layer(
@@ -19,14 +32,14 @@ def llama_layer(
     options: BuildOptions,
     *,
     qkv_bias: bool = False,
-    qk_norm: bool = False,
+    qk_norm: QKNorm | None = None,
     experts: MixtureOfExperts | None = None,
     attention_inputs: int | None = None,
 ) -> DecoderLayer:
     """Declare one layer: `attention`, and `experts` or a dense feed-forward layer.
 
-    With `qk_norm`, each query and key is normalised. `attention_inputs` is the width of attention's
-    input; None for the hidden size.
+    `qk_norm` normalises queries and keys. `attention_inputs` is the width of attention's input;
+    None for the hidden size.
 
     Raises ValueError if `tp_size` chips cannot split heads or widths.
     """
@@ -56,15 +69,19 @@ def attention(
     options: BuildOptions,
     *,
     qkv_bias: bool = False,
-    qk_norm: bool = False,
+    qk_norm: QKNorm | None = None,
     norms_from_one: bool = False,
+    fused: bool = False,
+    pairs_neighbours: bool = False,
     sinks: Source | None = None,
     num_inputs: int | None = None,
 ) -> Attention:
     """Declare the attention of a layer.
 
     With `qkv_bias`, the projections of Q, K and V have biases even if the config does not give them
-    to all four. With `norms_from_one`, norms multiply by 1 + weight. `sinks` are [num_heads].
+    to all four. `qk_norm` normalises queries and keys; None if they are not. With `norms_from_one`,
+    norms multiply by 1 + weight. If `fused`, one tensor has the rows of Q, K and V. With
+    `pairs_neighbours`, neighbouring dimensions rotate together. `sinks` are [num_heads].
     `num_inputs` is the width of its input; None for the hidden size.
 
     Raises ValueError if `tp_size` chips cannot split heads.
@@ -75,23 +92,21 @@ def attention(
         replicated_kv_heads(config.num_heads, config.num_kv_heads, options.tp_size),
         config.head_dim,
         spec.rope.num_dims(config.head_dim) if spec.rope and spec.rope.share < 1 else None,
+        pairs_neighbours,
     )
     hidden, width = config.hidden_size, config.num_heads * config.head_dim
     gated, has_bias = config.attention_gate, qkv_bias or config.attention_bias
+    names = ("qkv",) if fused else tuple("qkv")
     qkv, bias = (
-        FusedHeads(tuple(f"self_attn.{x}_proj.{kind}" for x in "qkv"), inputs, heads, gated)
+        FusedHeads(tuple(f"self_attn.{x}_proj.{kind}" for x in names), inputs, heads, gated)
         for kind, inputs in (("weight", (num_inputs or hidden,)), ("bias", ()))
     )
     output = Tensor("self_attn.o_proj.weight", (width, hidden), transposed=True)
-    output_bias = Tensor("self_attn.o_proj.bias", (hidden,)) if config.attention_bias else None
+    output_bias = None
+    if config.attention_output_bias:
+        output_bias = Tensor("self_attn.o_proj.bias", (hidden,))
     q_norm, k_norm = (
-        RMSNorm(
-            Reordered(Tensor(f"self_attn.{x}_norm.weight", (config.head_dim,)), heads.order),
-            *(config.rms_norm_eps, options.dtype),
-            from_one=norms_from_one,
-        )
-        if qk_norm
-        else None
+        qk_norm and _heads_norm(qk_norm, x, config, heads, options, from_one=norms_from_one)
         for x in "qk"
     )
     return Attention(
@@ -103,10 +118,35 @@ def attention(
         qkv_heads=options.kernels.qkv_heads,
         q_norm=q_norm,
         k_norm=k_norm,
-        scores=ScoreOptions(config.score_scale, spec.sliding_window, config.score_soft_cap),
+        scores=ScoreOptions(
+            *(config.score_scale, spec.sliding_window, config.score_soft_cap),
+            is_chunked=spec.is_chunked,
+        ),
         sinks=sinks,
         has_kv_scales=options.has_kv_scales,
     )
+
+
+def _heads_norm(
+    kind: QKNorm,
+    of: str,
+    config: ModelConfig,
+    heads: Heads,
+    options: BuildOptions,
+    *,
+    from_one: bool,
+) -> HeadsNorm:
+    """Declare the norm of queries, `of` "q", or of keys, "k"."""
+    name, constants = f"self_attn.{of}_norm.weight", (config.rms_norm_eps, options.dtype)
+    if kind == "all_heads":
+        assert not from_one
+        stored, num = (
+            (heads.num_q, heads.num_q) if of == "q" else (heads.num_stored_kv, heads.num_kv)
+        )
+        return AllHeadsNorm(HeadVectors(name, stored, num, heads.order), *constants)
+    shape = (config.head_dim,)
+    weight = Ones(shape) if kind == "weightless" else Reordered(Tensor(name, shape), heads.order)
+    return RMSNorm(weight, *constants, from_one=from_one)
 
 
 def _attention_gate(
@@ -131,8 +171,13 @@ def gated_mlp(
     options: BuildOptions,
     prefix: str = "mlp.",
     width: int | None = None,
+    *,
+    fused: bool = False,
 ) -> GatedMLP:
-    """Declare the feed-forward layer. Raise ValueError if `tp_size` chips cannot split it."""
+    """Declare the feed-forward layer; if `fused`, one tensor has the rows of gate and up.
+
+    Raises ValueError if `tp_size` chips cannot split it.
+    """
     hidden = config.hidden_size
     width = config.intermediate_size if width is None else width
     require_divisible(f"the width of {prefix.rstrip('.')}", width, options.tp_size)
@@ -140,9 +185,14 @@ def gated_mlp(
     def matrix(name: str, *shape: int) -> Tensor:
         return Tensor(f"{prefix}{name}_proj.weight", shape, transposed=True)
 
+    gate: Source = matrix("gate", hidden, width)
+    up: Source = matrix("up", hidden, width)
+    if fused:
+        both = matrix("gate_up", hidden, 2 * width)
+        gate, up = (Slice(both, 1, first, width) for first in (0, width))
     return GatedMLP(
-        linear(spec, options, matrix("gate", hidden, width), "outputs"),
-        linear(spec, options, matrix("up", hidden, width), "outputs"),
+        linear(spec, options, gate, "outputs"),
+        linear(spec, options, up, "outputs"),
         linear(spec, options, matrix("down", width, hidden), "inputs"),
         ACTIVATIONS[config.activation],
     )

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import Literal, NamedTuple
 
 from sgl_jax.layers.linear import ExpertLinear, Linear
 from sgl_jax.layers.moe import MixtureOfExperts, SharedExpert
@@ -12,19 +13,48 @@ from sgl_jax.models.decoder_layer import DecoderLayer
 from sgl_jax.models.llama import gated_mlp, llama_layer, require_divisible
 from sgl_jax.models.projections import quantization_of
 
-qwen3_layer = partial(llama_layer, qk_norm=True)
+qwen3_layer = partial(llama_layer, qk_norm="each_head")
 
 
-def qwen3_moe_layer(config: ModelConfig, spec: LayerSpec, options: BuildOptions) -> DecoderLayer:
+# A tensor of all experts' matrices has a row for each output, or a column, or it may have either.
+Layouts = Literal["rows", "columns", "either"]
+
+
+class ExpertNames(NamedTuple):
+    """Names of the modules of a layer's experts; all but the first are relative to it.
+
+    Stacked matrices of all experts have the `layouts`.
+    """
+
+    block: str = "mlp."
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    router: str = "gate"
+    choice_bias: str = "gate.e_score_correction_bias"
+    shared: str = "shared_experts"  # without a gate
+    layouts: Layouts = "rows"
+
+
+_NAMES = ExpertNames()
+
+
+def qwen3_moe_layer(
+    config: ModelConfig, spec: LayerSpec, options: BuildOptions, names: ExpertNames = _NAMES
+) -> DecoderLayer:
     """Declare one layer, with experts if its spec has them."""
     if config.moe is None:
-        raise ModelConfigError("Qwen3MoeForCausalLM needs num_experts, and layers that have them")
-    experts = mixture_of_experts(config, spec, spec.moe, options) if spec.moe else None
+        raise ModelConfigError(f"{config.architecture} needs layers with experts (num_experts)")
+    experts = mixture_of_experts(config, spec, spec.moe, options, names) if spec.moe else None
     return qwen3_layer(config, spec, options, experts=experts)
 
 
 def mixture_of_experts(
-    config: ModelConfig, spec: LayerSpec, moe: MoeConfig, options: BuildOptions
+    config: ModelConfig,
+    spec: LayerSpec,
+    moe: MoeConfig,
+    options: BuildOptions,
+    names: ExpertNames = _NAMES,
 ) -> MixtureOfExperts:
     """Declare a layer's experts, with a shared expert if the config has one.
 
@@ -32,23 +62,34 @@ def mixture_of_experts(
     """
     hidden, width, dtype = config.hidden_size, moe.intermediate_size, options.dtype
     require_divisible("moe_intermediate_size", width, options.expert_slices)
-    router = Tensor("mlp.gate.weight", (hidden, moe.num_experts), transposed=True)
-
-    choice_bias = Tensor("mlp.gate.e_score_correction_bias", (moe.num_experts,))
+    block, router_shape = names.block, (hidden, moe.num_experts)
+    router = Tensor(f"{block}{names.router}.weight", router_shape, transposed=True)
+    choice_bias = Tensor(block + names.choice_bias, (moe.num_experts,))
     # All three are [experts, width, hidden], the layout of the grouped matmul.
     shape = (moe.num_experts, width, hidden)
-    both = Tensor("mlp.experts.gate_up_proj", (moe.num_experts, 2 * width, hidden))
-    together: dict[str, Source] = {
-        "gate": Slice(both, 1, 0, width),
-        "up": Slice(both, 1, width, width),
-        "down": Tensor("mlp.experts.down_proj", shape, transposed=True),
+    both = Tensor(f"{block}experts.gate_up_proj", (moe.num_experts, 2 * width, hidden))
+    rows: dict[str, Source] = {
+        names.gate: Slice(both, 1, 0, width),
+        names.up: Slice(both, 1, width, width),
+        names.down: Tensor(f"{block}experts.down_proj", shape, transposed=True),
+    }
+    swapped = replace(both, transposed=True)
+    columns: dict[str, Source] = {
+        names.gate: Slice(swapped, 1, 0, width),
+        names.up: Slice(swapped, 1, width, width),
+        names.down: Tensor(f"{block}experts.down_proj", shape),
     }
 
     def matrices(name: str, *, inwards: bool) -> ExpertLinear:
-        one = Tensor(f"{name}_proj.weight", (width, hidden), transposed=not inwards)
-        names = tuple(f"mlp.experts.{expert}." for expert in range(moe.num_experts))
-        source = options.all_experts(OneOf(Stacked(names, one), together[name]))
-        one_expert = replace(one, name=names[0] + one.name)
+        one = Tensor(f"{name}.weight", (width, hidden), transposed=not inwards)
+        prefixes = tuple(f"{block}experts.{expert}." for expert in range(moe.num_experts))
+        source: Source = Stacked(prefixes, one)
+        if names.layouts != "rows":
+            source = OneOf(source, columns[name])
+        if names.layouts != "columns":
+            source = OneOf(source, rows[name])
+        source = options.all_experts(source)
+        one_expert = replace(one, name=prefixes[0] + one.name)
         return ExpertLinear(
             source,
             dtype,
@@ -60,26 +101,32 @@ def mixture_of_experts(
 
     return MixtureOfExperts(
         Linear(router, dtype),
-        matrices("gate", inwards=True),
-        matrices("up", inwards=True),
-        matrices("down", inwards=False),
+        matrices(names.gate, inwards=True),
+        matrices(names.up, inwards=True),
+        matrices(names.down, inwards=False),
         num_experts=moe.num_experts,
         choice=moe.choice,
         choice_bias=choice_bias if moe.has_choice_bias else None,
         moves=options.kernels.expert_dispatch,
-        shared=_shared_expert(config, spec, moe, options),
+        shared=_shared_expert(config, spec, moe, options, names),
         scatters=options.sequence_parallel,
+        weighs_inputs=moe.weighs_inputs,
     )
 
 
 def _shared_expert(
-    config: ModelConfig, spec: LayerSpec, moe: MoeConfig, options: BuildOptions
+    config: ModelConfig,
+    spec: LayerSpec,
+    moe: MoeConfig,
+    options: BuildOptions,
+    names: ExpertNames,
 ) -> SharedExpert | None:
     width = moe.shared_intermediate_size
     if width is None:
         return None
     if not moe.gates_shared:
-        return SharedExpert(gated_mlp(config, spec, options, "mlp.shared_experts.", width), None)
+        prefix = f"{names.block}{names.shared}."
+        return SharedExpert(gated_mlp(config, spec, options, prefix, width), None)
     gate = Tensor("mlp.shared_expert_gate.weight", (config.hidden_size, 1), transposed=True)
     expert = gated_mlp(config, spec, options, "mlp.shared_expert.", width)
     return SharedExpert(expert, Linear(gate, options.dtype))

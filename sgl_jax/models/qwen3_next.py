@@ -34,7 +34,7 @@ def hybrid_layer(
         own_norm("input_layernorm"),
         gated_delta_net(config, spec, spec.recurrence, options, projections)
         if spec.recurrence
-        else attention(config, spec, options, qk_norm=True, norms_from_one=True),
+        else attention(config, spec, options, qk_norm="each_head", norms_from_one=True),
         own_norm("post_attention_layernorm"),
         mixture_of_experts(config, spec, spec.moe, options)
         if spec.moe

@@ -6,15 +6,22 @@ from types import MappingProxyType
 
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.decoder import Architecture, BuildOptions, CausalLM
-from sgl_jax.models.deepseek import DEEPSEEK
+from sgl_jax.models.deepseek import DEEPSEEK, deepseek_layer
 from sgl_jax.models.draft_layer import declare_draft_layer
 from sgl_jax.models.drafter import Drafter
 from sgl_jax.models.eagle3 import declare_eagle3_layer
 from sgl_jax.models.gemma3 import GEMMA3, GEMMA3_TEXT
+from sgl_jax.models.glm4_moe import GLM4_MOE
 from sgl_jax.models.gpt_oss import gpt_oss_layer
 from sgl_jax.models.llama import llama_layer
+from sgl_jax.models.llama4 import LLAMA4, LLAMA4_TEXT
+from sgl_jax.models.minimax_m2 import minimax_m2_layer
+from sgl_jax.models.mistral3 import MISTRAL3
+from sgl_jax.models.olmo3 import olmo3_layer
+from sgl_jax.models.phi3 import phi3_layer
 from sgl_jax.models.qwen3 import qwen3_layer, qwen3_moe_layer
 from sgl_jax.models.qwen3_next import QWEN3_5, QWEN3_5_TEXT, QWEN3_NEXT
+from sgl_jax.models.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE
 
 _ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
@@ -22,17 +29,31 @@ _ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "DeepseekV3ForCausalLM": DEEPSEEK,
         "Gemma3ForCausalLM": GEMMA3_TEXT,
         "Gemma3ForConditionalGeneration": GEMMA3,
+        "Glm4MoeForCausalLM": GLM4_MOE,
         "GptOssForCausalLM": Architecture(gpt_oss_layer),
+        "Llama4ForCausalLM": LLAMA4_TEXT,
+        "Llama4ForConditionalGeneration": LLAMA4,
         "LlamaForCausalLM": Architecture(llama_layer),
+        "MiniMaxM2ForCausalLM": Architecture(minimax_m2_layer),
+        "Ministral3ForCausalLM": Architecture(llama_layer),  # the config has the queries' scale
+        "MinistralForCausalLM": Architecture(llama_layer),
+        "Mistral3ForConditionalGeneration": MISTRAL3,
+        "Mistral4ForCausalLM": Architecture(deepseek_layer),
         "MistralForCausalLM": Architecture(llama_layer),  # the config has the window
+        "Olmo3ForCausalLM": Architecture(olmo3_layer),
+        "Phi3ForCausalLM": Architecture(phi3_layer),
         "Qwen2ForCausalLM": Architecture(partial(llama_layer, qkv_bias=True)),
         "Qwen3ForCausalLM": Architecture(qwen3_layer),
         "Qwen3MoeForCausalLM": Architecture(qwen3_moe_layer),
         "Qwen3NextForCausalLM": QWEN3_NEXT,
+        "Qwen3VLForConditionalGeneration": QWEN3_VL,
+        "Qwen3VLMoeForConditionalGeneration": QWEN3_VL_MOE,
         "Qwen3_5ForCausalLM": QWEN3_5_TEXT,
         "Qwen3_5ForConditionalGeneration": QWEN3_5,
         "Qwen3_5MoeForCausalLM": QWEN3_5_TEXT,
         "Qwen3_5MoeForConditionalGeneration": QWEN3_5,
+        "SeedOssForCausalLM": Architecture(llama_layer),
+        "SmolLM3ForCausalLM": Architecture(llama_layer),  # the config has the unrotated layers
     }
 )
 

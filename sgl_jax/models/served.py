@@ -12,10 +12,12 @@ from sgl_jax.models.eagle3_config import with_eagle3_head
 
 
 def served_config(config: ModelConfig, args: ServerArgs) -> ModelConfig:
-    """Return `config` quantized at load, and with a draft layer, if `args` have them.
+    """Return `config` for the context of `args`, quantized at load and with a draft layer if they
+    say so.
 
     Raises ModelConfigError if this is not possible.
     """
+    config = config.for_context(args.context_length or config.max_position_embeddings)
     config = config.quantized(args.quantization)
     if args.speculative_draft_model_path:
         return with_eagle3_head(config, Path(args.speculative_draft_model_path))

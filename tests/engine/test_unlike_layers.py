@@ -18,6 +18,11 @@ SIMILAR = (
     *("deepseek_v2_lite", "deepseek_v2", "kimi_k2"),
     *("qwen3_moe_mixed", "mistral", "qwen2_windows"),
 )
+# One of each of the other families.
+FURTHER = (
+    *("smollm3", "seed_oss", "phi3", "olmo3", "glm4_moe", "minimax_m2"),
+    *("ministral", "mistral3", "mistral4", "qwen3_vl_moe", "llama4"),
+)
 STATES = ("qwen3_5", "qwen3_next", "qwen3_5_moe")
 RANKS = {"dp_size": 2, "tp_size": 2, "page_size": 1}
 CHIPS = {"tp_size": 2, "page_size": 128}
@@ -49,6 +54,7 @@ def greedy(num_tokens):
     [
         *[(family, RANKS) for family in ("deepseek_v3", STATES[0])],
         *long(*[(family, RANKS) for family in ("gemma3", "gpt_oss", *SIMILAR, *STATES[1:])]),
+        *long(*[(family, RANKS) for family in FURTHER]),
         *long(*[(family, CHIPS) for family in ("gemma3", "gpt_oss", "deepseek_v3", STATES[0])]),
     ],
     ids=str,
@@ -65,7 +71,7 @@ def test_unlike_layers_are_served(case):
 
 # By default test_windows_and_states has the same of a model with states, and retracted requests go
 # on from the cache.
-@pytest.mark.parametrize("family", ["deepseek_v3", *long("gpt_oss", "gemma3")])
+@pytest.mark.parametrize("family", ["deepseek_v3", *long("gpt_oss", "gemma3", *FURTHER)])
 def test_what_goes_on_from_the_cache_is_what_was_computed_without(family):
     prompt, expected = golden(family)
     with make_engine(family) as engine:
@@ -108,7 +114,7 @@ def test_drafts_that_are_refused_leave_the_state_of_what_is_kept(family):
     assert answers[1].output_ids == plain.output_ids
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", *long("gemma3", *STATES)])
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", *long("gemma3", *STATES, *FURTHER)])
 def test_retracted_requests_end_as_if_they_had_not_been(family):
     prompt, expected = golden(family)
     with make_engine(family, test_retract=True, page_size=4) as engine:
@@ -117,6 +123,14 @@ def test_retracted_requests_end_as_if_they_had_not_been(family):
         assert engine.server_info()["counters"]["requests_force_retracted"] > 0
     assert answers[0].output_ids == expected
     assert answers[2].output_ids[: len(expected) - 3] == expected[3:]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FURTHER)
+def test_a_session_says_what_a_whole_prompt_does(family):
+    prompt, expected = golden(family)
+    with make_engine(family, page_size=4) as engine:
+        check_session(engine, prompt, expected, 4)
 
 
 LONG_PROMPTS = covering(

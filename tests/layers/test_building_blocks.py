@@ -34,7 +34,7 @@ from sgl_jax.layers.parameter import stack_layers
 from sgl_jax.layers.rotary import rotate, rotation
 from sgl_jax.layers.sampling.split_logits import SplitLogits
 from sgl_jax.layers.sources import Tensor
-from sgl_jax.models.layer_specs import RopeConfig
+from sgl_jax.models.rope_config import RopeConfig
 from tests.layers.modules import (
     declared_shapes,
     declared_specs,
@@ -309,7 +309,7 @@ def test_yarn_leaves_fast_pairs_stretches_slow_ones_and_blends_by_dimension(trun
 def test_a_rotation_may_make_longer():
     positions, frequencies = jnp.arange(3), RopeConfig(100.0).inverse_frequencies(4)
     plain, longer = rotation(positions, frequencies), rotation(positions, frequencies, 1.25)
-    for one, other in zip(plain, longer, strict=True):
+    for one, other in zip(plain[:2], longer[:2], strict=True):
         np.testing.assert_allclose(other, 1.25 * one, rtol=1e-6)
 
 

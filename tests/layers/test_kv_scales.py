@@ -18,7 +18,7 @@ from sgl_jax.layers.head_sources import FusedHeads, Heads
 from sgl_jax.layers.linear import Linear
 from sgl_jax.layers.rotary import rotation
 from sgl_jax.layers.sources import Tensor
-from sgl_jax.models.layer_specs import RopeConfig
+from sgl_jax.models.rope_config import RopeConfig
 from tests.layers.modules import declared_shapes, declared_specs
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, TOKENS = 16, 4, 2, 8, 12

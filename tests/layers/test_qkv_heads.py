@@ -17,7 +17,7 @@ from sgl_jax.layers.qkv_heads import (
 )
 from sgl_jax.layers.rotary import Rotation, rotation
 from sgl_jax.layers.sources import Tensor
-from sgl_jax.models.layer_specs import RopeConfig
+from sgl_jax.models.rope_config import RopeConfig
 from tests.layers.modules import declared_shapes
 
 TOKENS, HEADS = 12, Heads(num_q=8, num_stored_kv=2, num_kv=2, head_dim=128)

@@ -21,6 +21,19 @@ FAMILIES = (
     *WITH_STATES,
     *WITH_LATENTS,
 )
+# Of each other family one case is tried by default.
+FURTHER = (
+    *("smollm3", "phi3", "olmo3", "glm4_moe", "minimax_m2"),
+    *("mistral3", "mistral4", "qwen3_vl_moe", "llama4"),
+)
+FURTHER_EXPERTS = (
+    *("glm4_moe", "glm4_moe_groups", "minimax_m2"),
+    *("mistral4", "qwen3_vl_moe", "llama4"),
+)
+FURTHER_SHAPES = (
+    *("seed_oss", "phi3_window", "glm4_moe_groups"),
+    *("ministral", "ministral3", "qwen3_vl"),
+)
 
 
 class Setup(NamedTuple):
@@ -40,6 +53,7 @@ ONE_PAGE_A_ROW = Setup(page_size=128)
 TWO_CHIPS = Setup(tp=2)
 MORE_CHIPS_THAN_KV_HEADS = Setup(tp=4)
 TWO_RANKS = Setup(dp=2)
+ONE_TOKEN_PAGES_OF_TWO = Setup(tp=2, page_size=1)
 SPLIT_WEIGHTS = Setup(dp=2, tp=2, weight_sharding="data")
 UNROLLED = Setup(tp=2, unrolled_layers=2)
 SEQUENCE_PARALLEL = Setup(tp=2, sequence_parallel=True)
@@ -58,6 +72,7 @@ COPIED_EXPERTS_OVER_RANKS = Setup(dp=2, ep=2, copies=3)
     ("family", "setup"),
     [
         *[(family, ONE_TOKEN_PAGES) for family in FAMILIES],
+        *[(family, ONE_TOKEN_PAGES_OF_TWO) for family in FURTHER],
         ("llama", SPLIT_WEIGHTS),
         ("qwen2", MORE_CHIPS_THAN_KV_HEADS),
         ("qwen3", TWO_RANKS),
@@ -127,6 +142,23 @@ COPIED_EXPERTS_OVER_RANKS = Setup(dp=2, ep=2, copies=3)
                 ("deepseek_v3", SEQUENCE_PARALLEL),
                 ("kimi_k2", EXPERTS_OVER_RANKS),
                 ("kimi_k2", COPIED_EXPERTS_OVER_RANKS),
+                *[
+                    (family, setup)
+                    for family in (*FURTHER, *FURTHER_SHAPES)
+                    for setup in (Setup(), ONE_PAGE_A_ROW, TWO_RANKS)
+                ],
+                *[(family, ONE_TOKEN_PAGES_OF_TWO) for family in FURTHER_SHAPES],
+                *[
+                    (family, setup)
+                    for family in FURTHER_EXPERTS
+                    for setup in (EXPERTS_OVER_A_RANK, EXPERTS_OVER_RANKS, Setup(dp=2, ep=2))
+                ],
+                *[
+                    (family, setup)
+                    for family in ("phi3", "olmo3", "minimax_m2", "llama4")
+                    for setup in (MORE_CHIPS_THAN_KV_HEADS, SPLIT_WEIGHTS, SEQUENCE_PARALLEL)
+                ],
+                *[(family, SIMULATED_TPU) for family in ("smollm3", "olmo3", "llama4")],
                 ("qwen3_moe", SIMULATED_TPU),
                 ("gemma3", SIMULATED_TPU),
                 ("gpt_oss", SIMULATED_TPU),

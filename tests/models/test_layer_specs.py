@@ -81,13 +81,19 @@ def test_which_layers_have_a_window(changes, full):
 
 
 def test_what_a_qwen_leaves_out_is_what_transformers_takes():
-    layers = read(num_hidden_layers=30, use_sliding_window=True).layers
+    sizes = {"num_hidden_layers": 30, "max_position_embeddings": 8192}
+    layers = read(**sizes, use_sliding_window=True).layers
     assert [spec.sliding_window for spec in layers] == [None] * 28 + [4096] * 2
 
 
 def test_what_a_mistral_leaves_out_is_what_transformers_takes():
-    layers = read(architectures=["MistralForCausalLM"]).layers
+    layers = read(architectures=["MistralForCausalLM"], max_position_embeddings=8192).layers
     assert [spec.sliding_window for spec in layers] == [4096, 4096]
+
+
+def test_a_window_of_the_whole_context_is_none():
+    layers = read(architectures=["MistralForCausalLM"], max_position_embeddings=4096).layers
+    assert [spec.sliding_window for spec in layers] == [None, None]
 
 
 def test_what_a_gemma3_leaves_out_is_what_transformers_takes():
@@ -133,7 +139,7 @@ def test_layers_with_a_window_may_have_a_rope_of_their_own(spelling):
 
 
 def test_what_a_gpt_oss_leaves_out_is_what_transformers_takes():
-    config = ModelConfig.from_dict(GPT_OSS)
+    config = ModelConfig.from_dict(GPT_OSS | {"max_position_embeddings": 256})
     assert config.head_dim == 64
     assert config.attention_bias
     assert config.quantization is None

@@ -57,6 +57,31 @@ def test_without_an_index_the_shards_are_read_and_no_other_file(llama):
     assert_logits_of("llama", folder)
 
 
+def test_experts_of_a_qwen3_vl_may_have_rows_of_inputs(tmp_path):
+    folder = tmp_path / "qwen3_vl_moe"
+    shutil.copytree(GOLDEN / "qwen3_vl_moe", folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in tensors:
+        if ".experts." in name:
+            tensors[name] = np.ascontiguousarray(tensors[name].swapaxes(1, 2))
+    save_file(tensors, folder / "model.safetensors")
+    assert_logits_of("qwen3_vl_moe", folder)
+
+
+@pytest.mark.long
+def test_the_text_model_of_a_multimodal_llama_4_is_read(tmp_path):
+    folder = tmp_path / "llama4"
+    shutil.copytree(GOLDEN / "llama4", folder)
+    tensors = load_file(folder / "model.safetensors")
+    vision = {"vision_model.class_embedding": np.zeros(8, np.float32)}
+    named = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    save_file(named | vision, folder / "model.safetensors")
+    text = json.loads((folder / "config.json").read_text())
+    whole = {"architectures": ["Llama4ForConditionalGeneration"], "text_config": text}
+    (folder / "config.json").write_text(json.dumps(whole | {"model_type": "llama4"}))
+    assert_logits_of("llama4", folder)
+
+
 def scheme(targets, num_bits, layout, **fields):
     weights = {"num_bits": num_bits, "type": "int", "symmetric": True, "strategy": "channel"}
     return {"targets": targets, "weights": weights | fields, "format": layout}

@@ -64,6 +64,8 @@ LAYOUTS = (
     ("gpt-oss-120b", "v5p-8", 1, 4, None, "mixed"),
     ("gpt-oss-120b", "v6e-16", 1, 16, None, "decode"),
     ("gpt-oss-20b", "tpu7x-2", 1, 1, None, "mixed"),
+    ("smollm3-3b", "v6e-1", 1, 1, None, "decode"),
+    ("llama-4-scout", "v6e-16", 1, 8, None, "mixed"),
     ("qwen3-8b", "v6e-1", 1, 1, None, "decode"),
     ("qwen3-32b", "v6e-8", 1, 8, None, "mixed"),
     ("qwen3-30b-a3b", "v5e-1", 1, 1, 4, "decode"),

@@ -4,9 +4,11 @@ Everything here is local to one data-parallel rank: page ids index the pool of t
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 from sgl_jax.kernels.token_rows import TokenRows
 
@@ -47,3 +49,18 @@ class ScoreOptions(NamedTuple):
     sliding_window: int | None = None  # a query at p sees keys at (p - sliding_window, p]
     soft_cap: float | None = None  # scores become soft_cap * tanh(score / soft_cap)
     sinks: jax.Array | None = None  # [q_heads] extra logits in the softmax, with value zero
+    # A query at p sees keys from the last multiple of sliding_window up to p, in place of a window.
+    is_chunked: bool = False
+
+    def first_seen(self, position: Any) -> Any:
+        """Return the first key in the window of a query at `position`, int32 [...].
+
+        It may be negative. Only for layers with a window.
+        """
+        assert self.sliding_window is not None
+        if not self.is_chunked:
+            return position - (self.sliding_window - 1)
+        size = self.sliding_window
+        if size & (size - 1) == 0:  # without a division
+            return position & -size
+        return position - lax.rem(position, jnp.full_like(position, size))

@@ -319,7 +319,7 @@ def _results(state: _Partial, num_queries: int) -> jax.Array:
 def _first_visible(position: jax.Array, options: ScoreOptions) -> jax.Array:
     if options.sliding_window is None:
         return jnp.zeros_like(position)
-    return jnp.maximum(position - options.sliding_window + 1, 0)
+    return jnp.maximum(options.first_seen(position), 0)
 
 
 def _nothing(

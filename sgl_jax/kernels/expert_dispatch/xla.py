@@ -44,7 +44,10 @@ def _best_scored(
     scores = (
         jax.nn.sigmoid(logits) if choice.has_sigmoid_scores else jax.nn.softmax(logits, axis=-1)
     )
-    ranked = scores if choice_bias is None else scores + choice_bias
+    # Logits rank scores that round to equal numbers.
+    ranked = logits if choice_bias is None else scores + choice_bias
+    if choice_bias is None and choice.num_groups > 1:
+        ranked = scores
     if choice.num_groups > 1:
         in_groups = ranked.reshape(len(ranked), choice.num_groups, -1)
         best = lax.top_k(in_groups, choice.best_of_group)[0].sum(axis=-1)

@@ -26,6 +26,7 @@ class Program(NamedTuple):
     dtype: Any = jnp.float32
     cache_dtype: Any = None  # None: as `dtype`; int8 holds 8-bit floats
     sliding_window: int | None = None
+    is_chunked: bool = False
     soft_cap: float | None = None
     sinks: bool = False
     max_drafts: int = 0
@@ -45,7 +46,7 @@ class Program(NamedTuple):
     @property
     def options(self) -> ScoreOptions:
         """The layer's, without sinks."""
-        return ScoreOptions(SCALE, self.sliding_window, self.soft_cap)
+        return ScoreOptions(SCALE, self.sliding_window, self.soft_cap, is_chunked=self.is_chunked)
 
 
 def as_float8(x: np.ndarray) -> np.ndarray:

@@ -23,6 +23,7 @@ def ragged_paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: NDArray | None = None,
+    is_chunked: bool = False,
 ) -> tuple[Float64Array, Float64Array]:
     """Same meaning and shapes as `api.RaggedPagedAttention`; returns (out, kv_cache).
 
@@ -39,6 +40,8 @@ def ragged_paged_attention(
             cache[layer, page, :kv_heads, position % page_size] = k[token]
             cache[layer, page, kv_heads:, position % page_size] = v[token]
             first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
+            if is_chunked:
+                first = position // sliding_window * sliding_window
             seen = np.arange(first, position + 1)
             pages, slots = page_table[row, seen // page_size], seen % page_size
             for head in range(q_heads):

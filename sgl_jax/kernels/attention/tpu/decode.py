@@ -110,18 +110,18 @@ def decode_attention(
         sinks = stacked_sinks(sinks, shape.group, stacks)
     moves_bits = should_move_bits(kv_cache.dtype, shape.product_dtype)
     static = (shape, stacks, options._replace(sinks=None), part_pages, moves_bits)
-    rows = Rows.of(batch, layer), row_pages(batch, shape.page_size, options.sliding_window)
+    rows = Rows.of(batch, layer), row_pages(batch, shape.page_size, options)
     hbm = PagedArrays(batch.page_table[:, None], kv_cache, grouped)
     (out,) = call(partial(_kernel, static), "paged_decode", rows, (sinks,), hbm, 1, scratch)
     return out.reshape(q.shape)
 
 
-def row_pages(batch: AttentionBatch, page_size: int, sliding_window: int | None) -> KeyPages:
+def row_pages(batch: AttentionBatch, page_size: int, options: ScoreOptions) -> KeyPages:
     """Return the pages that each row reads: from the first key in its window to its last key."""
     kv_lens = batch.kv_starts + batch.q_offsets[1:] - batch.q_offsets[:-1]
     first_keys = jnp.zeros_like(kv_lens)
-    if sliding_window is not None:
-        first_keys = jnp.maximum(batch.kv_starts - sliding_window + 1, 0)
+    if options.sliding_window is not None:
+        first_keys = jnp.maximum(options.first_seen(batch.kv_starts), 0)
     return KeyPages(first_keys // page_size, -(-kv_lens // page_size))
 
 

@@ -268,9 +268,11 @@ def page_block(kernel: Prefill, row: Any, keys: Any, table: Any, buffer: Any) ->
 
 def clear_unseen_values(kernel: Prefill, block: QueryBlock, keys: Any, buffer: Any) -> None:
     """Call `Pages.clear_values` for slots of a block without a token or outside the window."""
-    page_size, window = kernel.shape.page_size, kernel.options.sliding_window
+    page_size, options = kernel.shape.page_size, kernel.options
     begin, end = keys * kernel.blocks.keys, kernel.rows.kv_len(block.row)
-    first_seen = None if window is None else block.position - window + 1
+    first_seen = None
+    if options.sliding_window is not None:
+        first_seen = options.first_seen(block.position)
 
     def is_partly_seen(first: Any, num_keys: int) -> Any:
         unseen = first + num_keys > end

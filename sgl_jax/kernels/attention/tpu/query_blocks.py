@@ -79,7 +79,7 @@ class QueryBlock(NamedTuple):
     @classmethod
     def of(cls, kernel: Prefill, row: jax.Array, index: Any, table: Any) -> "QueryBlock":
         """Return block number `index` of a row with its page ids in the buffer `table`."""
-        rows, window = kernel.rows, kernel.options.sliding_window
+        rows, options = kernel.rows, kernel.options
         num_queries, num_keys = kernel.blocks.queries, kernel.blocks.keys
         done = index * num_queries
         num_tokens = jnp.minimum(rows.q_len(row) - done, num_queries)
@@ -87,9 +87,9 @@ class QueryBlock(NamedTuple):
         last = position + num_tokens - 1
         stop = div(last, num_keys) + 1
         first = clear = jnp.int32(0)
-        if window is not None:
-            first = div(jnp.maximum(position - window + 1, 0), num_keys)
-            edge = jnp.maximum(last - window + 1, 0)
+        if options.sliding_window is not None:
+            first = div(jnp.maximum(options.first_seen(position), 0), num_keys)
+            edge = jnp.maximum(options.first_seen(last), 0)
             clear = jnp.minimum(div(edge + num_keys - 1, num_keys), stop)
         num_clear = jnp.maximum(div(position + 1, num_keys) - clear, 0)
         token = rows.q_offsets[row] + done
@@ -183,12 +183,12 @@ def out_copies(kernel: Prefill, block: QueryBlock, do: Callable[[Any], None]) ->
 
 def attend_masked(kernel: Prefill, work: Work, keys: Any) -> None:
     """Call `attend` for each part of a block of keys that at least one of the queries sees."""
-    block, window, part = work.block, kernel.options.sliding_window, kernel.blocks.part_keys
+    block, options, part = work.block, kernel.options, kernel.blocks.part_keys
     begin = keys * kernel.blocks.keys
     seen = jnp.minimum(block.position + block.num_tokens - begin, kernel.blocks.keys)
     first_part = jnp.int32(0)
-    if window is not None:
-        first_part = div(jnp.maximum(block.position - window + 1 - begin, 0), part)
+    if options.sliding_window is not None:
+        first_part = div(jnp.maximum(options.first_seen(block.position) - begin, 0), part)
 
     @pl.loop(first_part, div(seen + part - 1, part))
     def _(i: jax.Array) -> None:
@@ -230,12 +230,12 @@ def attend_heads(kernel: Prefill, work: Work) -> None:
 
 def seen_keys(kernel: Prefill, work: Work) -> jax.Array:
     """Return bool [1, tokens, keys], the keys that each query sees."""
-    tile, window = (1, work.num_tokens, work.num_keys), kernel.options.sliding_window
+    tile, options = (1, work.num_tokens, work.num_keys), kernel.options
     query = lax.broadcasted_iota(jnp.int32, tile, 1) + (work.block.position + work.first)
     key = lax.broadcasted_iota(jnp.int32, tile, 2) + work.position
     seen = key <= query
-    if window is not None:
-        seen &= key > query - window
+    if options.sliding_window is not None:
+        seen &= key >= options.first_seen(query)
     return seen
 
 

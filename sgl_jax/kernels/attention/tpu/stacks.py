@@ -130,11 +130,11 @@ class Decode(NamedTuple):
 
 
 def attend_block(kernel: Decode, row: jax.Array, block: PageBlock) -> None:
-    page_size, rows, window = kernel.shape.page_size, kernel.rows, kernel.options.sliding_window
+    page_size, rows, options = kernel.shape.page_size, kernel.rows, kernel.options
     position, kv_len = block.first * page_size, rows.kv_len(row)
     all_seen = position + kernel.pages.block_pages * page_size <= rows.kv_starts[row] + 1
-    if window is not None:
-        all_seen &= position >= kv_len - window
+    if options.sliding_window is not None:
+        all_seen &= position >= options.first_seen(kv_len - 1)
 
     @pl.when(all_seen)
     def _() -> None:
@@ -165,7 +165,7 @@ def attend_block(kernel: Decode, row: jax.Array, block: PageBlock) -> None:
 
 def seen_keys(kernel: Decode, row: Any, position: Any) -> jax.Array:
     """Return bool [R, keys of a part], the keys that each query sees from `position` on."""
-    shape, stacks, window = kernel.shape, kernel.stacks, kernel.options.sliding_window
+    shape, stacks, options = kernel.shape, kernel.stacks, kernel.options
     kv_start, kv_len = kernel.rows.kv_starts[row], kernel.rows.kv_len(row)
     tile = (stacks.rows, kernel.part_pages * shape.page_size)
     order = positions(tile) if kernel.moves_bits else lax.broadcasted_iota(jnp.int32, tile, 1)
@@ -178,8 +178,8 @@ def seen_keys(kernel: Decode, row: Any, position: Any) -> jax.Array:
         # Queries that the row does not have see the keys of its last query, never an unused slot.
         last = jnp.minimum(kv_start + query, kv_len - 1)
     seen = keys <= last
-    if window is not None:
-        seen &= keys > last - window
+    if options.sliding_window is not None:
+        seen &= keys >= options.first_seen(last)
     return seen
 
 

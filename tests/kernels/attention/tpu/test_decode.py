@@ -43,6 +43,8 @@ SHAPES = (
     Program(page_size=16, kv_heads=8, group=1, max_drafts=3, rows=3, tokens=16),
     Program(page_size=128, kv_heads=2, group=8, max_drafts=1, soft_cap=3.0, rows=3, tokens=16),
     Program(page_size=64, kv_heads=2, group=6, head_dim=256, sliding_window=64, rows=3, tokens=16),
+    Program(max_drafts=2, sliding_window=48, is_chunked=True, rows=3, tokens=16),
+    Program(page_size=32, sliding_window=64, is_chunked=True, rows=3, tokens=16),
 )
 # Products in the type of the queries.
 EIGHT_BITS = (

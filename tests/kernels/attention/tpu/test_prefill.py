@@ -57,6 +57,8 @@ MORE_PROGRAMS = (
     Program(page_size=128, kv_heads=2, group=7, soft_cap=5.0, tokens=256, max_len=400),
     Program(page_size=16, kv_heads=8, group=1, dtype=jnp.bfloat16, tokens=256, max_len=300),
     Program(page_size=64, kv_heads=2, group=2, sliding_window=1, tokens=256, max_len=300),
+    Program(sliding_window=48, is_chunked=True, tokens=256, max_len=300),
+    Program(page_size=64, group=2, sliding_window=64, is_chunked=True, tokens=256, max_len=300),
     Program(page_size=16, kv_heads=1, group=1, sinks=True, tokens=256, max_len=300, head_dim=64),
 )
 
