@@ -33,6 +33,7 @@ NewSessionId = Annotated[SessionId, doc("default: a new one")]
 Namespace = Annotated[str, MaxLen(MAX_NAMESPACE_CHARS)]
 
 PauseMode = Literal["abort", "retract", "in_place"]
+UpdateMode = Literal["staged", "chunked"]
 
 
 class SessionTurn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -303,7 +304,7 @@ class ContinueGeneration(WithReply, frozen=True, kw_only=True, tag=True):
 
 
 @call(
-    "update_weights",
+    "update_from_disk",
     calls.WeightsUpdated,
     "/update_weights_from_disk",
     is_admin=True,
@@ -320,6 +321,31 @@ class UpdateWeightsFromDisk(WithReply, frozen=True, kw_only=True, tag=True):
         bool, doc("empty all caches, sessions' too; if false, KV of the old weights stays in use")
     ] = True
     abort_all_requests: Annotated[bool, doc("end all requests first")] = False
+
+
+@call("update_from_tensors", calls.WeightsUpdated, is_admin=True, timeout_s=3600.0)
+class UpdateWeightsFromTensor(WithReply, frozen=True, kw_only=True, tag=True):
+    """Take tensors of new weights, which are served once all have arrived.
+
+    Args:
+        tensors: the bytes of a safetensors file; within one process, arrays by name.
+        weight_version: a label of the new weights. Tensors of another version than the last start a
+            new update.
+        mode: `staged`: the old weights serve until the new weights are complete; `chunked`: each
+            parameter replaces the old at once, and no step runs until all are replaced.
+        is_first: drop the tensors of an update that has not ended.
+        is_last: True refuses an incomplete update, False awaits more tensors even if it is
+            complete.
+        flush_cache, abort_all_requests: as in `UpdateWeightsFromDisk`.
+    """
+
+    tensors: Any
+    weight_version: str = ""
+    mode: UpdateMode = "staged"
+    is_first: bool = False
+    is_last: bool | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
 
 
 @call("set_settings", calls.SettingsChanged, "/set_internal_state", is_admin=True, is_undone=True)
@@ -386,6 +412,7 @@ CallMessage = (
     | PauseGeneration
     | ContinueGeneration
     | UpdateWeightsFromDisk
+    | UpdateWeightsFromTensor
     | SetInternalState
     | StartProfile
     | StopProfile

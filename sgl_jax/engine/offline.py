@@ -32,6 +32,8 @@ from sgl_jax.core.messages import (
     PauseMode,
     RollbackSession,
     Shutdown,
+    UpdateMode,
+    UpdateWeightsFromTensor,
 )
 from sgl_jax.core.request_limits import check_namespace, one_namespace
 from sgl_jax.core.sampling_params import SamplingParams
@@ -51,6 +53,7 @@ from sgl_jax.engine.offline_inputs import (
 )
 from sgl_jax.engine.offline_results import Generation, GenerationError, extended
 from sgl_jax.engine.opening import open_model_files, open_tracer
+from sgl_jax.engine.weight_trees import Weights, in_buckets
 from sgl_jax.executor.model_executor import ModelExecutor
 from sgl_jax.text.tokenizer import Tokenizer
 
@@ -309,6 +312,45 @@ class Engine:
     def continue_generation(self) -> None:
         """Run steps again after `pause_generation`."""
         self._checked_call(ContinueGeneration())
+
+    def update_weights(
+        self,
+        weights: Weights,
+        *,
+        version: str,
+        mode: UpdateMode = "staged",
+        flush_cache: bool = True,
+        abort_all_requests: bool = False,
+    ) -> None:
+        """Serve weights from arrays of this process; return once the next step reads them.
+
+        Args:
+            weights: a tree of arrays, or an iterator of pairs (name, array), with the names of the
+                model's checkpoint or of tunix. Arrays may be on any mesh, and may be donated after
+                this call; those of an iterator, after the next is taken.
+            version: a label of these weights, for answers.
+            mode: `staged` serves the old weights until the new weights are complete, and needs room
+                for both; `chunked` replaces one parameter at a time, while no step runs.
+            flush_cache: retract requests and empty the caches; False keeps KV of the old weights.
+            abort_all_requests: end all requests.
+
+        Raises:
+            InvalidRequestError: a tensor is missing, unknown, misshapen or not finite. The old
+                weights stay; in mode chunked, generation is paused until another update succeeds.
+        """
+        is_first = True
+        for bucket, is_last in in_buckets(weights):
+            message = UpdateWeightsFromTensor(
+                tensors=bucket,
+                weight_version=version,
+                mode=mode,
+                is_first=is_first,
+                is_last=is_last,
+                flush_cache=flush_cache,
+                abort_all_requests=abort_all_requests,
+            )
+            self._checked_call(message)
+            is_first = False
 
     def shutdown(self) -> None:
         """End the engine and free its memory. Requests in flight end with an abort."""

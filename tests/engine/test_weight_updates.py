@@ -345,7 +345,7 @@ def test_pools_make_room_for_the_new_weights_where_the_devices_have_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Only then a load that fails costs the caches."""
-    load = core.executor._weights._load
+    load = core.executor.weights._load
 
     def without_room(path: str, load_format: str) -> Any:
         if hasattr(core.executor, "_state"):
@@ -354,7 +354,7 @@ def test_pools_make_room_for_the_new_weights_where_the_devices_have_none(
 
     def script() -> Iterator[list[FrontMessage]]:
         yield from until_idle(core, requests("a"))
-        monkeypatch.setattr(core.executor._weights, "_load", without_room)
+        monkeypatch.setattr(core.executor.weights, "_load", without_room)
         yield [update(folders[1] if files == "whole" else broken(tmp_path, "nan"))]
         monkeypatch.undo()
         assert cached_pages(core) == 0

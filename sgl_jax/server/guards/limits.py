@@ -63,6 +63,9 @@ class Limits:
         "bytes of a body of `/v1/chat/completions`, `/v1/responses` and `/v1/messages` (413): 1 "
         "MiB and 6 for each of `max_prompt_chars`, at most `max_body_bytes`",
     )
+    max_weight_body_bytes: int = _limit(
+        128 * _MIB, "bytes of a body of `/update_weights_from_tensor` (413)"
+    )
     max_control_body_bytes: int = _limit(65_536, "bytes of a body of any other route (413)")
     max_held_body_bytes: int = _limit(
         256 * _MIB, "bytes of the bodies of all requests in progress (503), and of one (413)"
@@ -115,6 +118,8 @@ class Limits:
             most = self.max_body_bytes
         elif path in _CHAT_PATHS:
             most = self.max_chat_body_bytes
+        elif path == "/update_weights_from_tensor":
+            most = self.max_weight_body_bytes
         return min(most, self.max_held_body_bytes)
 
     def text_seconds(self, num_chars: int) -> float:
