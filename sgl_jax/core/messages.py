@@ -20,6 +20,7 @@ from sgl_jax.core.sampling_params import LogprobsMode, SamplingParams
 
 _MAX_TIMEOUT_S = 1e9
 _MAX_PATH_CHARS = 1024
+MAX_VERSION_CHARS = 256
 
 
 class Name(str):
@@ -317,9 +318,20 @@ class UpdateWeightsFromDisk(WithReply, frozen=True, kw_only=True, tag=True):
     model_path: Annotated[
         str, MinLen(1), MaxLen(_MAX_PATH_CHARS), doc("folder on the server's machine")
     ]
+    keep_cache: Annotated[
+        bool,
+        doc(
+            "requests that decode keep their KV of the old weights, and their answers say so; no "
+            "other request uses it"
+        ),
+    ] = False
     flush_cache: Annotated[
-        bool, doc("empty all caches, sessions' too; if false, KV of the old weights stays in use")
+        bool, doc("no effect: caches of the old weights are never used with the new")
     ] = True
+    weight_version: Annotated[
+        Annotated[str, MaxLen(MAX_VERSION_CHARS)] | None,
+        doc("label of the new weights, in answers; default: `model_path`"),
+    ] = None
     abort_all_requests: Annotated[bool, doc("end all requests first")] = False
 
 
@@ -336,7 +348,7 @@ class UpdateWeightsFromTensor(WithReply, frozen=True, kw_only=True, tag=True):
         is_first: drop the tensors of an update that has not ended.
         is_last: True refuses an incomplete update, False awaits more tensors even if it is
             complete.
-        flush_cache, abort_all_requests: as in `UpdateWeightsFromDisk`.
+        keep_cache, abort_all_requests: as in `UpdateWeightsFromDisk`.
     """
 
     tensors: Any
@@ -344,7 +356,7 @@ class UpdateWeightsFromTensor(WithReply, frozen=True, kw_only=True, tag=True):
     mode: UpdateMode = "staged"
     is_first: bool = False
     is_last: bool | None = None
-    flush_cache: bool = True
+    keep_cache: bool = False
     abort_all_requests: bool = False
 
 

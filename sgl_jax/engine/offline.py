@@ -319,7 +319,7 @@ class Engine:
         *,
         version: str,
         mode: UpdateMode = "staged",
-        flush_cache: bool = True,
+        keep_cache: bool = False,
         abort_all_requests: bool = False,
     ) -> None:
         """Serve weights from arrays of this process; return once the next step reads them.
@@ -331,7 +331,8 @@ class Engine:
             version: a label of these weights, for answers.
             mode: `staged` serves the old weights until the new weights are complete, and needs room
                 for both; `chunked` replaces one parameter at a time, while no step runs.
-            flush_cache: retract requests and empty the caches; False keeps KV of the old weights.
+            keep_cache: let requests that decode go on with their KV of the old weights; their
+                results have `has_old_kv`. Otherwise they are retracted. No other request uses it.
             abort_all_requests: end all requests.
 
         Raises:
@@ -346,7 +347,7 @@ class Engine:
                 mode=mode,
                 is_first=is_first,
                 is_last=is_last,
-                flush_cache=flush_cache,
+                keep_cache=keep_cache,
                 abort_all_requests=abort_all_requests,
             )
             self._checked_call(message)

@@ -330,7 +330,9 @@ class ModelExecutor(Executor):
         the folder's weights."""
         check_same_model(self._model, stored_model(model_path, "auto", self._args)[0])
 
-    def update_weights(self, model_path: str, give_up_kv: Callable[[], None] | None = None) -> None:
+    def update_weights(
+        self, model_path: str, give_up_kv: Callable[[], object] | None = None
+    ) -> None:
         """Replace the weights by those in another folder, with the same shapes and shardings.
 
         Nothing may be in flight. The old weights stay until all new weights are loaded, so both are

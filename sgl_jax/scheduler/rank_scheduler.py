@@ -329,6 +329,23 @@ class RankScheduler:
             if not self.memory.cache.finds(lease.node):
                 release_idle_lease(self.memory, session_id)
 
+    def withdraw_all(self) -> None:
+        """Keep requests from finding any prefix computed so far, also in host memory."""
+        self.host.reset()
+        self.memory.cache.withdraw_all()
+        self.departed.clear()  # the caches find none of their tokens
+
+    def make_stale(self, row: int) -> bool:
+        """Let the request in `row` go on with its KV, of earlier weights, for itself only. Return
+        False, changing nothing, if the row does not decode yet."""
+        lease = self.running.request(row).lease
+        assert lease is not None, "a running request holds a lease"
+        if lease.kv_committed_len + 1 < self.columns.known_len[row]:
+            return False
+        lease.is_stale = True
+        self.memory.sessions.unbind(lease)
+        return True
+
     def drop_session_lease(self, row: int) -> None:
         """End the lease in `row` if an idle session keeps it."""
         for session_id, lease in list(self.memory.sessions.idle()):

@@ -1,6 +1,7 @@
 """A trainer's arrays become the weights of a running engine, all or none."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,66 @@ def test_outputs_are_of_the_arrays_and_nothing_compiles(
     assert engine.info["weight_version"] == "1"
     engine.update_weights(old, version="0", mode=mode)
     assert outputs(engine) == of_old
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("keep_cache", [False, True])
+def test_no_request_uses_kv_of_other_weights(
+    engine: Engine, new: dict[str, Any], of_new: Any, mode: Any, keep_cache: bool
+) -> None:
+    """Neither of ended requests nor of those that go on with it."""
+    outputs(engine)
+    # A request that is retracted computes its prompt again, and may share that.
+    prompt = PROMPTS[1] if keep_cache else [8] * 20
+    running = engine.stream(prompt, {"max_new_tokens": 90, "ignore_eos": True})
+    next(running)
+    engine.update_weights(new, version="new", mode=mode, keep_cache=keep_cache)
+    sampling = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+    answers = engine.generate(PROMPTS, sampling, return_logprob=True)
+    assert [each.output_ids for each in answers] == of_new[1]
+    assert [each.cached_tokens for each in answers] == [0, 0]
+    assert [each.weight_versions for each in answers] == [((0, "new"),)] * 2
+    assert not any(each.has_old_kv for each in answers)
+    *_, last = running
+    assert last.has_old_kv == keep_cache
+    assert len(last.output_ids) == 90
+
+
+def test_streams_go_on_over_an_update_and_say_which_tokens_are_of_which_weights(
+    engine: Engine, new: dict[str, Any]
+) -> None:
+    def count(name: str) -> int:
+        counted: int = engine.server_info()["counters"][name]
+        return counted
+
+    sampling = {"max_new_tokens": 56, "temperature": 0.0, "ignore_eos": True}
+    before, retracted = count("generated_tokens"), count("requests_retracted")
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(engine.generate, [[5 + i, 6, 7] for i in range(8)], sampling)
+        while count("generated_tokens") < before + 8 * 10:
+            assert not ended.done()
+        engine.update_weights(new, version="new", keep_cache=True)
+        answers = ended.result(60)
+    for each in answers:
+        (first, _), (start, version) = each.weight_versions
+        assert (first, version) == (0, "new")
+        assert 8 <= start < 56
+        assert len(each.output_ids) == 56
+        assert each.has_old_kv
+    assert count("requests_retracted") == retracted
+
+
+def test_a_flush_empties_the_cache_after_every_pause(engine: Engine) -> None:
+    for mode in ("in_place", "retract", "abort"):
+        whole = engine.generate([PROMPTS[1]], {"max_new_tokens": 90, "ignore_eos": True, "seed": 1})
+        stream = engine.stream(PROMPTS[1], {"max_new_tokens": 90, "ignore_eos": True, "seed": 1})
+        next(stream)
+        engine.pause_generation(mode)
+        assert engine.flush_cache()
+        assert sum(rank["cached_pages"] for rank in engine.server_info()["ranks"]) == 0
+        engine.continue_generation()
+        *_, last = stream
+        assert mode == "abort" or last.output_ids == whole[0].output_ids
 
 
 @pytest.mark.parametrize("num_updates", [5, *long(100)])

@@ -26,7 +26,7 @@ from sgl_jax.engine.loop.weight_updates import UpdatedEngine, WeightUpdates
 from sgl_jax.executor.expert_recorder import ExpertRecorder
 from sgl_jax.mem_cache.errors import MemoryDefectError
 from sgl_jax.memory_view.reader import MemoryReader
-from sgl_jax.scheduler.events import Configure, Flush, Pause, Resume
+from sgl_jax.scheduler.events import Configure, Flush, Pause, Resume, RetractAll
 from sgl_jax.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -105,6 +105,8 @@ class PendingFlushes:
         """
         # Removed first, so that a flush that finds a defect of the memory is not repeated.
         pending, self.calls = self.calls, []
+        if self._scheduler.is_paused:  # paused requests compute their KV again
+            self._scheduler.handle(RetractAll())
         is_running = self._scheduler.num_running > 0
         may_flush = not is_running and not self._scheduler.is_moving_out
         try:

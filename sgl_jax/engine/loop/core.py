@@ -349,11 +349,10 @@ class EngineCore:
             if self.scheduler.has_outputs:
                 self.channel.send(self.scheduler.handle(events.TakeOutputs()))
 
-    def empty_caches(self) -> None:
-        """Empty the prefix caches and give up pending writes to the store. No request may run."""
+    def give_up_store_writes(self) -> None:
+        """Give up pending writes of prefixes to the store."""
         if self._transfers is not None:
             self._transfer(self._transfers.give_up_puts)
-        self.scheduler.handle(events.Flush())
 
     def state(self) -> dict[str, Any]:
         """Return `Scheduler.rank_states`, and counters since the start."""

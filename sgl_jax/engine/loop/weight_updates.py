@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from sgl_jax.checkpoint.array_tensors import read_safetensors
 from sgl_jax.checkpoint.errors import CheckpointError
 from sgl_jax.core import calls, messages
-from sgl_jax.core.engine_messages import Reply
+from sgl_jax.core.engine_messages import Reply, WeightsChanged
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import Channel
 from sgl_jax.engine.loop.replies import answer, refusal
@@ -19,7 +19,7 @@ from sgl_jax.engine.watchdog import Watchdog
 from sgl_jax.executor.model_executor import ModelExecutor
 from sgl_jax.executor.weights import WeightsError, WeightUpdate
 from sgl_jax.models.config_fields import ModelConfigError
-from sgl_jax.scheduler.events import Pause, Resume, RetractAll, TakeOutputs
+from sgl_jax.scheduler.events import NewWeights, Pause, Resume, TakeOutputs
 from sgl_jax.scheduler.scheduler import Scheduler
 
 _UpdateMessage = messages.UpdateWeightsFromDisk | messages.UpdateWeightsFromTensor
@@ -35,7 +35,7 @@ class UpdatedEngine(Protocol):
     watchdog: Watchdog
     channel: Channel
 
-    def empty_caches(self) -> None: ...
+    def give_up_store_writes(self) -> None: ...
 
     def change_info(self, **facts: Any) -> None: ...
 
@@ -80,15 +80,15 @@ class WeightUpdates:
         except (OSError, ValueError) as error:  # not a valid path
             return refusal(message, str(error), code="weights_refused", param="model_path")
         self._settle()
-        give_up_kv = self._give_up_kv if message.flush_cache else None
+        give_up_kv = None if message.keep_cache else self._give_up_kv
         num_running = core.scheduler.num_running
         try:
             with core.watchdog.patience():
                 core.executor.update_weights(path, give_up_kv)
         except WeightsError as error:
             return refusal(message, str(error), code="weights_refused", param="model_path")
-        self._after_change(message)
-        core.change_info(model_path=path)
+        version = path if message.weight_version is None else message.weight_version
+        self._after_change(message, version, model_path=path)
         return self._updated(message, f"the weights in {path!r}", num_running)
 
     def from_tensors(self, message: messages.UpdateWeightsFromTensor) -> Reply | None:
@@ -156,8 +156,7 @@ class WeightUpdates:
         num_running = self._core.scheduler.num_running
         self._core.executor.weights.finish_update(update)
         self._update = None
-        self._after_change(message)
-        self._core.change_info(weight_version=message.weight_version)
+        self._after_change(message, message.weight_version)
         return self._updated(message, f"the weights {message.weight_version!r}", num_running)
 
     def _settle(self) -> None:
@@ -190,15 +189,16 @@ class WeightUpdates:
         scheduler.handle(Pause("in_place"))
         self._core.change_info(is_paused=True)
 
-    def _after_change(self, message: _UpdateMessage) -> None:
-        """End or retract the requests of the old weights, and continue with the new."""
+    def _after_change(self, message: _UpdateMessage, version: str, **facts: Any) -> None:
+        """End, retract or mark the requests of the old weights, and continue with the new."""
         core = self._core
         if message.abort_all_requests:
             ended = messages.AbortRequest(abort_all=True, message="the weights were updated")
             core.scheduler.handle(ended)
-        if message.flush_cache:
-            self._give_up_kv()
-        core.executor.renew_store_keys(keeps_kv=not message.flush_cache)
+        kept = self._give_up_kv(keeps_running=message.keep_cache)
+        core.executor.renew_store_keys(keeps_kv=bool(kept))
+        core.channel.send(WeightsChanged(version=version, kept_rids=kept))
+        core.change_info(weight_version=version, **facts)
         self._unblock()
 
     def _unblock(self) -> None:
@@ -210,10 +210,12 @@ class WeightUpdates:
             self._core.scheduler.handle(Resume())
             self._core.change_info(is_paused=False)
 
-    def _give_up_kv(self) -> None:
-        """Retract all requests and empty all caches, since their KV belongs to the old weights."""
-        self._core.scheduler.handle(RetractAll())
-        self._core.empty_caches()
+    def _give_up_kv(self, *, keeps_running: bool = False) -> list[str]:
+        """Keep requests from using KV of the old weights, except if `keeps_running` those that
+        decode; return their rids."""
+        self._core.give_up_store_writes()
+        kept: list[str] = self._core.scheduler.handle(NewWeights(keeps_running))
+        return kept
 
 
 def _take(update: WeightUpdate, tensors: Any) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request, Response
 
 from sgl_jax.core.calls import WeightsUpdated
-from sgl_jax.core.messages import CALL_OF, UpdateMode, UpdateWeightsFromTensor
+from sgl_jax.core.messages import CALL_OF, MAX_VERSION_CHARS, UpdateMode, UpdateWeightsFromTensor
 from sgl_jax.server.admin.openapi import answers
 from sgl_jax.server.answer_stream import json_response
 from sgl_jax.server.engine_calls import call_engine, refused
@@ -24,10 +24,13 @@ _REFUSED = (
 @router.post(WEIGHT_PATHS[0], responses=answers(WeightsUpdated))
 async def update_weights_from_tensor(
     request: Request,
-    weight_version: Annotated[str, Query(max_length=256, description="label in answers")] = "",
+    weight_version: Annotated[
+        str, Query(max_length=MAX_VERSION_CHARS, description="label in answers")
+    ] = "",
     mode: UpdateMode = "staged",
     is_first: bool = False,
     is_last: bool | None = None,
+    keep_cache: bool = False,
     flush_cache: bool = True,
     abort_all_requests: bool = False,
 ) -> Response:
@@ -49,7 +52,7 @@ async def update_weights_from_tensor(
         mode=mode,
         is_first=is_first,
         is_last=is_last,
-        flush_cache=flush_cache,
+        keep_cache=keep_cache,
         abort_all_requests=abort_all_requests,
     )
     refs = references_of(request)

@@ -403,12 +403,12 @@ async def test_the_model_info_tells_which_weights_are_served(rig: Rig) -> None:
 
 async def test_tensors_come_in_a_body_and_their_settings_in_the_url(rig: Rig) -> None:
     path = "/update_weights_from_tensor"
-    asked = {"weight_version": "7", "mode": "chunked", "flush_cache": "false", "is_last": "true"}
+    asked = {"weight_version": "7", "mode": "chunked", "keep_cache": "true", "is_last": "true"}
     taken = await rig.http.post(path, params=asked, content=b"tensors")
     assert taken.json()["success"]
     (sent,) = (m for m in rig.engine.seen if isinstance(m, UpdateWeightsFromTensor))
     assert (sent.tensors, sent.weight_version, sent.mode) == (b"tensors", "7", "chunked")
-    assert (sent.flush_cache, sent.is_first, sent.is_last) == (False, False, True)
+    assert (sent.keep_cache, sent.is_first, sent.is_last) == (True, False, True)
     refused = {
         "mode": await rig.http.post(path, params={"mode": "gently"}, content=b""),
         "pickled tensors": await rig.http.post(path, json={"serialized_named_tensors": ["x"]}),
