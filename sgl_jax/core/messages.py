@@ -105,6 +105,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         token_ids_logprob: also report it for these token ids, at most MAX_LOGPROB_IDS.
         logprob_start_len: report prompt log-probabilities from this position on; -1 for none.
         logprobs_mode: the distribution of the output's log-probabilities; a prompt's are raw.
+        scores_output: the prompt ends with a given output: its log-probabilities from
+            `logprob_start_len` on are of `logprobs_mode`, too, without penalties and bias.
         dp_rank: data-parallel rank that must run the request; None: the balancer chooses.
         session: set if the request is a session's turn; the history is put before `input_ids`.
         namespace: requests share cached prefixes only within one namespace; "" is also one. A turn
@@ -127,6 +129,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     token_ids_logprob: list[int] = []
     logprob_start_len: int = -1
     logprobs_mode: LogprobsMode = "raw"
+    scores_output: bool = False
     dp_rank: int | None = None
     session: SessionTurn | None = None
     is_length_default: bool = False

@@ -175,6 +175,7 @@ class RankScheduler:
         self.columns.length_class[lease.row] = self._output_lengths.class_of(request)
         self.prompts.enter(lease.row, num_on_tree)
         start_drafting(self.columns, lease.row, self._max_draft_tokens)
+        message = request.message
         self.unsent_admissions[lease.row] = RowAdmission(
             row=lease.row,
             tokens=request.tokens[start:],
@@ -183,8 +184,9 @@ class RankScheduler:
             seed=self._seed(request),
             stop_token_ids=stop_ids,
             start=start,
-            logprob_ids=tuple(request.message.token_ids_logprob),
-            logprobs_mode=request.message.logprobs_mode,
+            logprob_ids=tuple(message.token_ids_logprob),
+            logprobs_mode=message.logprobs_mode,
+            prompt_logprobs_mode=message.logprobs_mode if message.scores_output else "raw",
         )
         return lease.row
 
