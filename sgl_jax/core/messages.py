@@ -35,6 +35,7 @@ Namespace = Annotated[str, MaxLen(MAX_NAMESPACE_CHARS)]
 
 PauseMode = Literal["abort", "retract", "in_place"]
 UpdateMode = Literal["staged", "chunked"]
+MemoryTag = Literal["weights", "kv_cache"]
 
 
 class SessionTurn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -363,6 +364,24 @@ class UpdateWeightsFromTensor(WithReply, frozen=True, kw_only=True, tag=True):
     abort_all_requests: bool = False
 
 
+_Tags = Annotated[list[MemoryTag] | None, doc("`weights`, `kv_cache`; default: both")]
+
+
+@call("release_memory", calls.Done, "/release_memory_occupation", is_admin=True, timeout_s=120.0)
+class ReleaseMemory(WithReply, frozen=True, kw_only=True, tag=True):
+    """Delete the weights or the KV pools on the devices. Running requests wait, without memory."""
+
+    tags: _Tags = None
+
+
+@call("resume_memory", calls.Done, "/resume_memory_occupation", is_admin=True, timeout_s=120.0)
+class ResumeMemory(WithReply, frozen=True, kw_only=True, tag=True):
+    """Allocate the KV pools again, or await weights. Requests run once an update has brought
+    weights, unless generation was paused."""
+
+    tags: _Tags = None
+
+
 @call("set_settings", calls.SettingsChanged, "/set_internal_state", is_admin=True, is_undone=True)
 class SetInternalState(WithReply, frozen=True, kw_only=True, tag=True):
     """Change settings of the running server by flag name; other settings stay."""
@@ -428,6 +447,8 @@ CallMessage = (
     | ContinueGeneration
     | UpdateWeightsFromDisk
     | UpdateWeightsFromTensor
+    | ReleaseMemory
+    | ResumeMemory
     | SetInternalState
     | StartProfile
     | StopProfile

@@ -28,9 +28,12 @@ from sgl_jax.core.messages import (
     GenerateRequest,
     GetState,
     ListSessions,
+    MemoryTag,
     OpenSession,
     PauseGeneration,
     PauseMode,
+    ReleaseMemory,
+    ResumeMemory,
     RollbackSession,
     Shutdown,
     UpdateMode,
@@ -386,19 +389,25 @@ class Engine:
             InvalidRequestError: a tensor is missing, unknown, misshapen or not finite. The old
                 weights stay; in mode chunked, generation is paused until another update succeeds.
         """
-        is_first = True
-        for bucket, is_last in in_buckets(weights):
+        for number, (bucket, is_last) in enumerate(in_buckets(weights)):
             message = UpdateWeightsFromTensor(
                 tensors=bucket,
                 weight_version=version,
                 mode=mode,
-                is_first=is_first,
+                is_first=number == 0,
                 is_last=is_last,
                 keep_cache=keep_cache,
                 abort_all_requests=abort_all_requests,
             )
             self._checked_call(message)
-            is_first = False
+
+    def release_memory_occupation(self, tags: Sequence[MemoryTag] | None = None) -> None:
+        """Delete `weights` or `kv_cache` on the devices, or both. Requests wait."""
+        self._checked_call(ReleaseMemory(tags=list(tags) if tags else None))
+
+    def resume_memory_occupation(self, tags: Sequence[MemoryTag] | None = None) -> None:
+        """Allocate `kv_cache` again. Weights come with the next `update_weights`."""
+        self._checked_call(ResumeMemory(tags=list(tags) if tags else None))
 
     def shutdown(self) -> None:
         """End the engine and free its memory. Requests in flight end with an abort."""

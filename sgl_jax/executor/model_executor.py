@@ -325,6 +325,11 @@ class ModelExecutor(Executor):
         with self._without_state():
             pass
 
+    def release_pools(self) -> None:
+        """Delete pools and tables; `reset` creates new ones. Nothing may be in flight."""
+        for array in jax.tree.leaves((self._state, self._row_params)):
+            array.delete()
+
     def check_model(self, model_path: str) -> None:
         """Raise ModelConfigError, naming the differences, unless the compiled programs can serve
         the folder's weights."""

@@ -78,7 +78,8 @@ class ServedWeights:
 
     Attributes:
         arrays: the parameters, in the order of `jax.tree.leaves`.
-        is_mixed: a chunked update has begun, so parts belong to different weights or were deleted.
+        is_mixed: parts were deleted, or belong to different weights, since a chunked update or
+            `release` until an update is complete.
     """
 
     arrays: tuple[jax.Array, ...]
@@ -116,6 +117,13 @@ class ServedWeights:
         """Serve the parameters of a complete update. Parameters that no checkpoint holds stay."""
         self._use(self._params | update.params)
         self.is_mixed = self.is_mixed and not any(path[0] == "embedding" for path in update.params)
+
+    def release(self) -> None:
+        """Delete the arrays of the checkpoint's parameters, except for those of a draft layer,
+        which an update may lack."""
+        for path in self._params:
+            if self._model.declared[path].source is not None and path[0] != "draft_layer":
+                self._delete(path)
 
     def _delete(self, path: ParamPath) -> None:
         self.is_mixed = True

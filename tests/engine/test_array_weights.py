@@ -263,3 +263,55 @@ def test_an_update_that_was_abandoned_is_dropped_by_the_next(
         engine.update_weights(some, version="same")
     engine.update_weights(new, version="same")
     assert outputs(engine) == of_new[1]
+
+
+def test_memory_is_released_and_comes_back(
+    engine: Engine, new: dict[str, Any], of_new: Any
+) -> None:
+    """Pools first, then weights; requests that come meanwhile run once both are there."""
+
+    def live_bytes() -> int:
+        return sum(array.nbytes for array in jax.live_arrays())
+
+    outputs(engine)
+    before = live_bytes()
+    engine.release_memory_occupation(["kv_cache"])
+    after_pools = live_bytes()
+    engine.release_memory_occupation()
+    assert before - after_pools >= engine.info["kv_pool_bytes"]
+    assert after_pools - live_bytes() == engine.info["weight_bytes"]
+    with ThreadPoolExecutor(1) as pool:
+        answering = pool.submit(outputs, engine)
+        engine.resume_memory_occupation(["weights"])
+        engine.update_weights(new, version="new")
+        assert engine.info["is_paused"]
+        with pytest.raises(InvalidRequestError, match="not resumed"):
+            engine.continue_generation()
+        engine.resume_memory_occupation(["kv_cache"])
+        assert answering.result(60) == of_new[1]
+    assert live_bytes() == before
+    assert engine.server_info()["counters"]["step_failures"] == 0
+
+
+def test_an_aborted_rollout_goes_on_with_the_same_tokens(engine: Engine) -> None:
+    prompts = [[5 + i, 6, 7] for i in range(8)]
+    whole = {"temperature": 1.0, "max_new_tokens": 56, "ignore_eos": True}
+    seeds = [whole | {"seed": i} for i in range(8)]
+    expected = engine.generate(prompts, seeds, return_logprob=True)
+    before = engine.server_info()["counters"]["generated_tokens"]
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(engine.generate, prompts, seeds, return_logprob=True)
+        while engine.server_info()["counters"]["generated_tokens"] < before + 8 * 20:
+            assert not ended.done()
+        engine.pause_generation("abort")
+        parts = ended.result(60)
+    engine.continue_generation()
+    assert {each.finish_reason and each.finish_reason.type for each in parts} == {"abort"}
+    assert all(len(each.output_ids) == len(each.logprobs) > 0 for each in parts)
+    resent = [[*prompt, *own.output_ids] for prompt, own in zip(prompts, parts, strict=True)]
+    rest = [
+        own | {"max_new_tokens": 56 - len(part.output_ids)}
+        for own, part in zip(seeds, parts, strict=True)
+    ]
+    for one, part, last in zip(expected, parts, engine.generate(resent, rest), strict=True):
+        assert part.output_ids + last.output_ids == one.output_ids

@@ -218,7 +218,7 @@ class Controls:
 
     def resume(self, message: messages.ContinueGeneration) -> Reply:
         if self.updates.is_blocking:
-            text = "the weights are incomplete: an update in mode chunked has not ended"
+            text = "the weights are incomplete, or memory was released and not resumed"
             return refusal(message, text, code="weights_incomplete")
         was_paused = self._core.scheduler.is_paused
         self._core.scheduler.handle(Resume())
@@ -246,6 +246,12 @@ class Controls:
 
     def update_from_tensors(self, message: messages.UpdateWeightsFromTensor) -> Reply | None:
         return self.updates.from_tensors(message)
+
+    def release_memory(self, message: messages.ReleaseMemory) -> Reply:
+        return self.updates.release(message)
+
+    def resume_memory(self, message: messages.ResumeMemory) -> Reply:
+        return self.updates.resume(message)
 
     def set_settings(self, message: messages.SetInternalState) -> Reply:
         """Change all settings in `message`, or none if any of them is refused."""

@@ -1,5 +1,6 @@
-"""Replaces the weights of a running engine: from a folder, or by tensors that arrive in messages.
+"""Replaces the weights of a running engine, and releases the devices' memory for a while.
 
+New weights come from a folder, or as tensors in messages.
 Both ways end alike: launched steps are read, requests give up the KV of the old weights, and the
 next step reads the new weights.
 """
@@ -23,6 +24,8 @@ from sgl_jax.scheduler.events import NewWeights, Pause, Resume, TakeOutputs
 from sgl_jax.scheduler.scheduler import Scheduler
 
 _UpdateMessage = messages.UpdateWeightsFromDisk | messages.UpdateWeightsFromTensor
+
+_TAGS: tuple[messages.MemoryTag, ...] = ("weights", "kv_cache")
 
 
 class UpdatedEngine(Protocol):
@@ -53,7 +56,7 @@ class WeightUpdates:
 
     Attributes:
         stagings: the messages whose tensors are taken on a thread, oldest first.
-        is_blocking: a chunked update has begun and not ended: no step may run.
+        is_blocking: weights or pools are missing: no step may run.
     """
 
     def __init__(self, core: UpdatedEngine) -> None:
@@ -64,7 +67,8 @@ class WeightUpdates:
         # One thread: tensors of an update are taken one message after another.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self.is_blocking = False
-        self._resumes = False  # after a chunked update
+        self._resumes = False  # steps after that
+        self._has_no_pools = False
 
     def close(self) -> None:
         """Wait for the message at work, and drop the others."""
@@ -112,7 +116,7 @@ class WeightUpdates:
             ended = self._pool.submit(_take, update, message.tensors)
             self.stagings.append(_Staging(message, update, ended))
             return None
-        self._block(message)
+        self._block()
         error = None
         try:
             with core.watchdog.patience():
@@ -179,8 +183,31 @@ class WeightUpdates:
         num_running = 0 if message.abort_all_requests else num_running
         return answer(message, calls.WeightsUpdated(True, f"serving {what}", num_running))
 
-    def _block(self, message: messages.UpdateWeightsFromTensor) -> None:
-        """Run no step until the update is complete."""
+    def release(self, message: messages.ReleaseMemory) -> Reply:
+        """Delete weights or pools; no step runs until both are there again."""
+        core = self._core
+        if core.args.num_hosts > 1:
+            text = "memory is released by engines on one host only"
+            return refusal(message, text, code="not_supported")
+        self._block()
+        self._give_up_kv()
+        tags = set(message.tags or _TAGS)
+        if "weights" in tags and not core.executor.weights.is_mixed:
+            core.executor.weights.release()
+        if "kv_cache" in tags and not self._has_no_pools:
+            self._has_no_pools = True
+            core.executor.release_pools()
+        return answer(message, calls.Done())
+
+    def resume(self, message: messages.ResumeMemory) -> Reply:
+        if "kv_cache" in (message.tags or _TAGS) and self._has_no_pools:
+            self._core.executor.reset()
+            self._has_no_pools = False
+        self._unblock()
+        return answer(message, calls.Done())
+
+    def _block(self) -> None:
+        """Run no step until weights and pools are complete."""
         if self.is_blocking:
             return
         scheduler = self._core.scheduler
@@ -202,8 +229,9 @@ class WeightUpdates:
         self._unblock()
 
     def _unblock(self) -> None:
-        """Run steps again, unless parts of the weights are missing or generation was paused."""
-        if not self.is_blocking or self._core.executor.weights.is_mixed:
+        """Run steps again, unless weights or pools are missing or generation was paused."""
+        is_ready = not (self._core.executor.weights.is_mixed or self._has_no_pools)
+        if not self.is_blocking or not is_ready:
             return
         self.is_blocking = False
         if self._resumes:
