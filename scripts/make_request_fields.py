@@ -48,7 +48,7 @@ from sgl_jax.server.apis.responses import (
     TextFormat,
     TextOptions,
 )
-from sgl_jax.server.apis.text import DetokenizeBody, ScoreBody, TokenizeBody
+from sgl_jax.server.apis.text import DetokenizeBody, ScoreBody, ScoreTokensBody, TokenizeBody
 from sgl_jax.server.chat_request import (
     CalledFunction,
     ChatMessage,
@@ -140,6 +140,7 @@ _BODIES: tuple[tuple[str, type[StrictModel]], ...] = (
     ("`/tokenize`", TokenizeBody),
     ("`/detokenize`", DetokenizeBody),
     ("`/v1/score`", ScoreBody),
+    ("`/score_tokens`", ScoreTokensBody),
     *((f"`{call.route}`", body_of(call)) for call in CALL_OF.values() if call.route),
 )
 

@@ -24,7 +24,7 @@ def time_bare_steps(executor: ModelExecutor, plan: StepPlan, num_steps: int) -> 
     jax.block_until_ready(executor._state)
     start = time.perf_counter()
     for _ in range(num_steps):
-        arguments = executor._weights.arrays, executor._state, executor._row_params
+        arguments = executor.weights.arrays, executor._state, executor._row_params
         executor._state, output = program(*arguments, *step_input)
     jax.block_until_ready(output)
     return time.perf_counter() - start

@@ -1,7 +1,6 @@
 """The error of a checkpoint that cannot be loaded, and the checks of its tensors."""
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from sgl_jax.checkpoint.stored.reader import Expected
 from sgl_jax.layers.sources import Shape
@@ -14,11 +13,11 @@ class CheckpointError(ValueError):
 
 
 def check_tensors(
-    folder: Path, expected: Mapping[str, Expected], found: Mapping[str, tuple[Shape, str]]
+    where: str, expected: Mapping[str, Expected], found: Mapping[str, tuple[Shape, str]]
 ) -> None:
     """Raise CheckpointError for missing, unexpected and misshapen tensors, and for wrong dtypes.
 
-    `found` has each tensor's shape and dtype. The message names the tensors.
+    `found` has each tensor's shape and dtype. The message names the tensors, and `where` they are.
     """
     for name in expected.keys() & found.keys():
         allowed, stored = expected[name].types, found[name][1]
@@ -33,10 +32,10 @@ def check_tensors(
         else own.shapes[0]
         for name, own in expected.items()
     }
-    check_shapes(folder, shapes, {name: shape for name, (shape, _) in found.items()})
+    check_shapes(where, shapes, {name: shape for name, (shape, _) in found.items()})
 
 
-def check_shapes(folder: Path, expected: Mapping[str, Shape], found: Mapping[str, Shape]) -> None:
+def check_shapes(where: str, expected: Mapping[str, Shape], found: Mapping[str, Shape]) -> None:
     """Raise CheckpointError, with their names, for missing, unexpected and misshapen tensors."""
     problems = [f"{name} is missing" for name in expected.keys() - found.keys()]
     problems += [f"{name} is unexpected" for name in found.keys() - expected.keys()]
@@ -50,6 +49,5 @@ def check_shapes(folder: Path, expected: Mapping[str, Shape], found: Mapping[str
         if len(problems) > len(named):
             named.append(f"and {len(problems) - len(named)} more")
         raise CheckpointError(
-            f"{len(problems)} tensors in {str(folder)!r} do not match config.json: "
-            f"{'; '.join(named)}"
+            f"{len(problems)} tensors in {where} do not match config.json: {'; '.join(named)}"
         )

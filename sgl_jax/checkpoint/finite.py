@@ -33,12 +33,12 @@ def non_finite_parameters(params: Mapping[Path, jax.Array], *, check_all: bool) 
 
 @partial(jax.jit, static_argnums=1)
 def _are_finite(arrays: list[jax.Array], check_all: bool) -> list[jax.Array]:
-    return [
-        jnp.isfinite(
-            array if check_all or array.size <= _WHOLE_SIZE else array[..., ::_ROW_STRIDE, :]
-        ).all()
-        for array in arrays
-    ]
+    return [jnp.isfinite(array if check_all else sample_of(array)).all() for array in arrays]
+
+
+def sample_of(array: Any) -> Any:
+    """Return the part of a numpy or jax array that is checked."""
+    return array if array.size <= _WHOLE_SIZE else array[..., ::_ROW_STRIDE, :]
 
 
 def is_finite(tensor: NDArray[Any]) -> bool:

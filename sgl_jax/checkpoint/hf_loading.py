@@ -1,6 +1,7 @@
 """Load Hugging Face safetensors into sharded arrays, one chip's part at a time."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,21 +52,8 @@ def load_safetensors(
     """
     with TensorFiles(folder) as files:
         stored = QuantizedTensors(quantization)
-
-        def has(key: TensorKey, shape: Shape) -> bool:
-            return all(
-                name in files.shapes and (not own.shapes or files.shapes[name] in own.shapes)
-                for name, own in stored.expected(key, shape).items()
-            )
-
-        declared = {path: (array, own.as_stored(has)) for path, (array, own) in declared.items()}
-        expected: dict[str, Expected] = {}
-        for array, source in declared.values():
-            is_integer = jnp.issubdtype(array.dtype, jnp.integer)
-            for key, shape in source.tensors().items():
-                for own, wanted in stored.expected(key, shape, is_integer=is_integer).items():
-                    if own not in expected or wanted.shapes:
-                        expected[own] = wanted
+        declared = as_stored(declared, stored, partial(are_in, files.shapes))
+        expected = expected_tensors(declared, stored)
 
         def is_needless(name: str) -> bool:
             return is_spare(name) or stored.is_spare(name) or stored.is_zero_bias(files, name)
@@ -75,12 +63,12 @@ def load_safetensors(
             for name, shape in files.shapes.items()
             if name in expected or not is_needless(name)
         }
-        check_tensors(folder, expected, found)
+        check_tensors(repr(str(folder)), expected, found)
         total = sum(files.nbytes(name) for name in expected)
         with progress.phase("loading", total, "bytes") as phase:
-            tensors = _Tensors(files, stored, phase)
+            tensors = StoredTensors(_CountedFiles(files, phase), stored)
             params = _on_all_hosts(
-                lambda: {path: _load(*own, tensors) for path, own in declared.items()}
+                lambda: {path: load_parameter(*own, tensors) for path, own in declared.items()}
             )
             non_finite = non_finite_parameters(params, check_all=check_all)
         for path in non_finite:
@@ -89,6 +77,40 @@ def load_safetensors(
             holder = f"{tensor} holds" if tensor else f"as {array.dtype}, {path} would hold"
             raise CheckpointError(f"{holder} values that are no finite numbers")
         return params
+
+
+def are_in(shapes: Mapping[str, Shape], wanted: Mapping[str, Expected]) -> bool:
+    """Return whether tensors of these names and `shapes` include all that are `wanted`."""
+    return all(
+        name in shapes and (not own.shapes or shapes[name] in own.shapes)
+        for name, own in wanted.items()
+    )
+
+
+def as_stored(
+    declared: Declared,
+    stored: QuantizedTensors,
+    has_tensors: Callable[[Mapping[str, Expected]], bool],
+) -> dict[ParamPath, tuple[jax.ShapeDtypeStruct, Source]]:
+    """Choose, for each parameter, among the forms that a checkpoint may have it in: see `OneOf`.
+    `has_tensors` returns whether the checkpoint has all of these tensors."""
+
+    def has(key: TensorKey, shape: Shape) -> bool:
+        return has_tensors(stored.expected(key, shape))
+
+    return {path: (array, own.as_stored(has)) for path, (array, own) in declared.items()}
+
+
+def expected_tensors(declared: Declared, stored: QuantizedTensors) -> dict[str, Expected]:
+    """Return the tensors that make the declared parameters, by name."""
+    expected: dict[str, Expected] = {}
+    for array, source in declared.values():
+        is_integer = jnp.issubdtype(array.dtype, jnp.integer)
+        for key, shape in source.tensors().items():
+            for own, wanted in stored.expected(key, shape, is_integer=is_integer).items():
+                if own not in expected or wanted.shapes:
+                    expected[own] = wanted
+    return expected
 
 
 def _on_all_hosts(read: Callable[[], dict[ParamPath, jax.Array]]) -> dict[ParamPath, jax.Array]:
@@ -120,18 +142,20 @@ def _non_finite_tensor(
     return None
 
 
-class _Tensors(Tensors):
-    """Tensors and parts of quantized matrices; counts the bytes read, once for each chip."""
+class StoredTensors(Tensors):
+    """The tensors of files, and the parts of their quantized matrices."""
 
-    def __init__(self, files: TensorFiles, stored: QuantizedTensors, phase: Phase) -> None:
-        self._counted = _CountedFiles(files, phase)
+    def __init__(self, files: Files, stored: QuantizedTensors) -> None:
+        self._files = files
         self._stored = stored
 
     def read(self, key: TensorKey, index: Index) -> NDArray[Any]:
-        return self._stored.read(self._counted, key, index)
+        return self._stored.read(self._files, key, index)
 
 
 class _CountedFiles(Files):
+    """Counts the bytes read, once for each chip."""
+
     def __init__(self, files: TensorFiles, phase: Phase) -> None:
         self._files = files
         self._phase = phase
@@ -142,7 +166,14 @@ class _CountedFiles(Files):
         return part
 
 
-def _load(array: jax.ShapeDtypeStruct, source: Source, tensors: Tensors) -> jax.Array:
+def load_parameter(
+    array: jax.ShapeDtypeStruct,
+    source: Source,
+    tensors: Tensors,
+    on_filled: Callable[[], object] = lambda: None,
+) -> jax.Array:
+    """Fill a parameter from `tensors`, one chip's part at a time. `on_filled` is called when the
+    first part is filled, before a device gets it."""
     chips_of: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
     for chip, index in array.sharding.addressable_devices_indices_map(array.shape).items():
         bounds = zip(index or (), array.shape, strict=True)
@@ -154,8 +185,21 @@ def _load(array: jax.ShapeDtypeStruct, source: Source, tensors: Tensors) -> jax.
             source.fill(out, tuple(slice(*bound) for bound in part), tensors)
         except ValueError as error:
             raise CheckpointError(str(error)) from error
+        if not on_chips:
+            on_filled()
         # Memory is for one part at a time. An unfinished transfer would hold this part while the
         # next is read; and jax frees it in the first call after the transfer.
         on_chips += jax.block_until_ready([jax.device_put(out, chip) for chip in chips])
         jax.device_put(0, chips[0])
-    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, on_chips)
+    whole = jax.make_array_from_single_device_arrays(array.shape, array.sharding, on_chips)
+    return in_layout(whole, array)
+
+
+def in_layout(array: Any, declared: jax.ShapeDtypeStruct) -> jax.Array:
+    """Return `array`, or if its axes are not in the declared order in memory, a copy with the axes
+    in that order; the array is then deleted."""
+    wanted: Any = declared.format
+    if wanted.layout and wanted.layout.major_to_minor != array.format.layout.major_to_minor:
+        array = jax.device_put(array, wanted, donate=True)
+    own: jax.Array = array
+    return own

@@ -5,7 +5,6 @@ import zlib
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from flax.nnx.traversals import unflatten_mapping
 
 from sgl_jax.checkpoint.errors import CheckpointError
 from sgl_jax.checkpoint.gguf.folder import GGUF_FILE
-from sgl_jax.checkpoint.hf_loading import Declared, load_safetensors
+from sgl_jax.checkpoint.hf_loading import Declared, in_layout, load_safetensors
 from sgl_jax.checkpoint.kv_scales import place_kv_scales, read_kv_scales, stored_kv_scales
 from sgl_jax.checkpoint.orbax_format import PARAMS_FOLDER, load_orbax
 from sgl_jax.core.progress import Progress
@@ -95,22 +94,12 @@ def load_params(
     params |= head_params
     if kv_scales is not None:
         params |= place_kv_scales(kv_scales, placed.declared)
-    _use_layouts(params, placed.declared)
+    for path in params:  # one at a time
+        params[path] = in_layout(params[path], placed.declared[path].array)
     tree: ParamTree = unflatten_mapping(params)
     if placed.separates_layers:
         separate_matrices(tree["layers"])
     return tree
-
-
-def _use_layouts(
-    params: dict[ParamPath, jax.Array], declared: Mapping[ParamPath, Declaration]
-) -> None:
-    """Replace each array whose axes are not in the declared order in memory, one at a time."""
-    for path in params:
-        array: Any = params[path]
-        wanted, found = declared[path].array.format, array.format
-        if wanted.layout and wanted.layout.major_to_minor != found.layout.major_to_minor:
-            params[path] = jax.device_put(array, wanted, donate=True)
 
 
 def detect_format(folder: Path) -> str:

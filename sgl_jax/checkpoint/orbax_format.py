@@ -57,7 +57,8 @@ def load_orbax(
     with ocp.StandardCheckpointer() as checkpointer:
         wanted = {"/".join(name): source.plain_shape for name, (_, source) in declared.items()}
         stored = _stored_arrays(checkpointer, path)
-        check_shapes(folder, wanted, {name: tuple(own.shape) for name, own in stored.items()})
+        found = {name: tuple(own.shape) for name, own in stored.items()}
+        check_shapes(repr(str(folder)), wanted, found)
         for name, (array, _) in declared.items():
             _check_type(path, "/".join(name), array.dtype, stored["/".join(name)].dtype)
         targets = {name: _as_stored(*own) for name, own in declared.items()}

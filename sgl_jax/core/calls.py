@@ -39,12 +39,14 @@ class GenerationState(msgspec.Struct, frozen=True):
     num_waiting: int
 
 
-class WeightsUpdated(msgspec.Struct, frozen=True):
-    """The new weights are in use, also for the `num_paused_requests` that were running."""
+class WeightsUpdated(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The new weights are in use, also for the `num_paused_requests` that were running, or
+    `num_missing` tensors must still arrive."""
 
     success: bool
     message: str
     num_paused_requests: int
+    num_missing: int = 0
 
 
 class SettingsChanged(msgspec.Struct, frozen=True):

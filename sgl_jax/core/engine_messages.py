@@ -114,6 +114,14 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     info: dict[str, Any]
 
 
+class WeightsChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """All tokens after this message are from the weights `version`. The requests `kept_rids` keep
+    KV of earlier weights."""
+
+    version: str
+    kept_rids: list[str] = []
+
+
 class EngineFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The engine cannot continue. The process ends after this message, and the server exits with
     `exit_code` (core/errors.py).
@@ -167,4 +175,6 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     figures: HostFigures | None = None  # sent by hosts other than host 0
 
 
-EngineMessage = OutputBatch | Reply | EngineInfo | EngineFailed | EndRequested | Heartbeat
+EngineMessage = (
+    OutputBatch | Reply | EngineInfo | WeightsChanged | EngineFailed | EndRequested | Heartbeat
+)

@@ -20,6 +20,7 @@ from sgl_jax.core.sampling_params import LogprobsMode, SamplingParams
 
 _MAX_TIMEOUT_S = 1e9
 _MAX_PATH_CHARS = 1024
+MAX_VERSION_CHARS = 256
 
 
 class Name(str):
@@ -33,6 +34,8 @@ NewSessionId = Annotated[SessionId, doc("default: a new one")]
 Namespace = Annotated[str, MaxLen(MAX_NAMESPACE_CHARS)]
 
 PauseMode = Literal["abort", "retract", "in_place"]
+UpdateMode = Literal["staged", "chunked"]
+MemoryTag = Literal["weights", "kv_cache"]
 
 
 class SessionTurn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -103,6 +106,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         token_ids_logprob: also report it for these token ids, at most MAX_LOGPROB_IDS.
         logprob_start_len: report prompt log-probabilities from this position on; -1 for none.
         logprobs_mode: the distribution of the output's log-probabilities; a prompt's are raw.
+        scores_output: the prompt ends with a given output: its log-probabilities from
+            `logprob_start_len` on are of `logprobs_mode`, too, without penalties and bias.
         dp_rank: data-parallel rank that must run the request; None: the balancer chooses.
         session: set if the request is a session's turn; the history is put before `input_ids`.
         namespace: requests share cached prefixes only within one namespace; "" is also one. A turn
@@ -125,6 +130,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     token_ids_logprob: list[int] = []
     logprob_start_len: int = -1
     logprobs_mode: LogprobsMode = "raw"
+    scores_output: bool = False
     dp_rank: int | None = None
     session: SessionTurn | None = None
     is_length_default: bool = False
@@ -303,7 +309,7 @@ class ContinueGeneration(WithReply, frozen=True, kw_only=True, tag=True):
 
 
 @call(
-    "update_weights",
+    "update_from_disk",
     calls.WeightsUpdated,
     "/update_weights_from_disk",
     is_admin=True,
@@ -316,10 +322,64 @@ class UpdateWeightsFromDisk(WithReply, frozen=True, kw_only=True, tag=True):
     model_path: Annotated[
         str, MinLen(1), MaxLen(_MAX_PATH_CHARS), doc("folder on the server's machine")
     ]
+    keep_cache: Annotated[
+        bool,
+        doc(
+            "requests that decode keep their KV of the old weights, and their answers say so; no "
+            "other request uses it"
+        ),
+    ] = False
     flush_cache: Annotated[
-        bool, doc("empty all caches, sessions' too; if false, KV of the old weights stays in use")
+        bool, doc("no effect: caches of the old weights are never used with the new")
     ] = True
+    weight_version: Annotated[
+        Annotated[str, MaxLen(MAX_VERSION_CHARS)] | None,
+        doc("label of the new weights, in answers; default: `model_path`"),
+    ] = None
     abort_all_requests: Annotated[bool, doc("end all requests first")] = False
+
+
+@call("update_from_tensors", calls.WeightsUpdated, is_admin=True, timeout_s=3600.0)
+class UpdateWeightsFromTensor(WithReply, frozen=True, kw_only=True, tag=True):
+    """Take tensors of new weights, which are served once all have arrived.
+
+    Args:
+        tensors: the bytes of a safetensors file; within one process, arrays by name.
+        weight_version: a label of the new weights. Tensors of another version than the last start a
+            new update.
+        mode: `staged`: the old weights serve until the new weights are complete; `chunked`: each
+            parameter replaces the old at once, and no step runs until all are replaced.
+        is_first: drop the tensors of an update that has not ended.
+        is_last: True refuses an incomplete update, False awaits more tensors even if it is
+            complete.
+        keep_cache, abort_all_requests: as in `UpdateWeightsFromDisk`.
+    """
+
+    tensors: Any
+    weight_version: str = ""
+    mode: UpdateMode = "staged"
+    is_first: bool = False
+    is_last: bool | None = None
+    keep_cache: bool = False
+    abort_all_requests: bool = False
+
+
+_Tags = Annotated[list[MemoryTag] | None, doc("`weights`, `kv_cache`; default: both")]
+
+
+@call("release_memory", calls.Done, "/release_memory_occupation", is_admin=True, timeout_s=120.0)
+class ReleaseMemory(WithReply, frozen=True, kw_only=True, tag=True):
+    """Delete the weights or the KV pools on the devices. Running requests wait, without memory."""
+
+    tags: _Tags = None
+
+
+@call("resume_memory", calls.Done, "/resume_memory_occupation", is_admin=True, timeout_s=120.0)
+class ResumeMemory(WithReply, frozen=True, kw_only=True, tag=True):
+    """Allocate the KV pools again, or await weights. Requests run once an update has brought
+    weights, unless generation was paused."""
+
+    tags: _Tags = None
 
 
 @call("set_settings", calls.SettingsChanged, "/set_internal_state", is_admin=True, is_undone=True)
@@ -386,6 +446,9 @@ CallMessage = (
     | PauseGeneration
     | ContinueGeneration
     | UpdateWeightsFromDisk
+    | UpdateWeightsFromTensor
+    | ReleaseMemory
+    | ResumeMemory
     | SetInternalState
     | StartProfile
     | StopProfile

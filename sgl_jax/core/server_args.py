@@ -32,6 +32,7 @@ class ServerArgs(SchedulerArgs):
         "which weights are checked for NaNs and infinities when they are loaded",
         ("sample", "all"),
     )
+    weight_version: str = setting("default", "label of the first weights, in answers")
     dtype: str = setting(
         "auto",
         "number format of weights and activations; auto is float32 on CPU, else bfloat16",

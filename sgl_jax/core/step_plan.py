@@ -64,6 +64,7 @@ class RowAdmission(NamedTuple):
     # Tokens with log-probabilities reported at each position, in addition to the sampled token.
     logprob_ids: tuple[int, ...] = ()
     logprobs_mode: LogprobsMode = "raw"
+    prompt_logprobs_mode: LogprobsMode = "raw"
 
 
 class StatePlan(NamedTuple):

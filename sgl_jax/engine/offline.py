@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, overload
 
+import msgspec
 from tqdm import tqdm
 
 from sgl_jax.checkpoint.gguf.folder import model_folder
@@ -27,11 +28,16 @@ from sgl_jax.core.messages import (
     GenerateRequest,
     GetState,
     ListSessions,
+    MemoryTag,
     OpenSession,
     PauseGeneration,
     PauseMode,
+    ReleaseMemory,
+    ResumeMemory,
     RollbackSession,
     Shutdown,
+    UpdateMode,
+    UpdateWeightsFromTensor,
 )
 from sgl_jax.core.request_limits import check_namespace, one_namespace
 from sgl_jax.core.sampling_params import SamplingParams
@@ -39,6 +45,7 @@ from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import InProcessChannel
 from sgl_jax.engine.front.frontend import Frontend
 from sgl_jax.engine.front.health import EngineHealth
+from sgl_jax.engine.front.request_checks import output_scores, scored_prompt
 from sgl_jax.engine.front.request_stream import RequestStream
 from sgl_jax.engine.loop.core import EngineCore
 from sgl_jax.engine.offline_inputs import (
@@ -51,6 +58,7 @@ from sgl_jax.engine.offline_inputs import (
 )
 from sgl_jax.engine.offline_results import Generation, GenerationError, extended
 from sgl_jax.engine.opening import open_model_files, open_tracer
+from sgl_jax.engine.weight_trees import Weights, in_buckets
 from sgl_jax.executor.model_executor import ModelExecutor
 from sgl_jax.text.tokenizer import Tokenizer
 
@@ -144,6 +152,50 @@ class Engine:
             EngineDeadError: the engine ended.
         """
         batch, params = as_batch(prompts, sampling_params, input_ids)
+        results = self._generate_all(batch, params, as_options(options, len(batch)), progress)
+        return results[0] if isinstance(prompts, str) else results
+
+    def score(
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        output_ids: Sequence[Sequence[int]],
+        *,
+        temperature: float = 1.0,
+        top_k: int = -1,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        progress: bool | None = None,
+        **options: Any,
+    ) -> list[list[float]]:
+        """Return the log-probabilities of given outputs, one per token, as generating them reports.
+
+        Args:
+            prompt_ids, output_ids: token ids, at least one of each.
+            temperature, top_k, top_p, min_p: of the distribution, by `logprobs_mode`. Penalties and
+                bias do not count.
+            options: as for `generate`.
+
+        Raises:
+            InvalidRequestError, GenerationError, EngineDeadError: as for `generate`.
+        """
+        sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        prompts, each_options = list[Prompt](), list[dict[str, Any]]()
+        shared = as_options(options, len(prompt_ids))
+        for prompt, output, own in zip(prompt_ids, output_ids, shared, strict=True):
+            ids, scored = scored_prompt(prompt, output)
+            prompts.append(ids)
+            each_options.append(own | scored)
+        one_token = [msgspec.structs.replace(sampling, max_new_tokens=1)] * len(prompts)
+        results = self._generate_all(prompts, one_token, each_options, progress)
+        return [output_scores(each.prompt_logprobs, each.logprobs) for each in results]
+
+    def _generate_all(
+        self,
+        batch: Sequence[Prompt],
+        params: Sequence[Sampling],
+        options: Sequence[Mapping[str, Any]],
+        progress: bool | None,
+    ) -> list[Generation]:
         finished: queue.SimpleQueue[int] = queue.SimpleQueue()
         streams = self._submit(batch, params, options, finished.put, streaming=False)
         results: dict[int, Generation] = {}
@@ -161,8 +213,7 @@ class Engine:
         except BaseException:
             self._abandon(streams)
             raise
-        ordered = [results[i] for i in range(len(streams))]
-        return ordered[0] if isinstance(prompts, str) else ordered
+        return [results[i] for i in range(len(streams))]
 
     def stream(
         self, prompt: Prompt, sampling_params: Sampling = None, **options: Any
@@ -172,7 +223,8 @@ class Engine:
         Leaving the loop early ends the request in the engine.
         """
         ready: queue.SimpleQueue[int] = queue.SimpleQueue()
-        (stream,) = self._submit([prompt], [sampling_params], options, ready.put, streaming=True)
+        each = as_options(options, 1)
+        (stream,) = self._submit([prompt], [sampling_params], each, ready.put, streaming=True)
         so_far = None
         try:
             while so_far is None or so_far.finish_reason is None:
@@ -203,7 +255,8 @@ class Engine:
         def on_ready(_: int) -> None:
             loop.call_soon_threadsafe(ready.set)
 
-        (stream,) = self._submit([prompt], [sampling_params], options, on_ready, streaming=True)
+        each = as_options(options, 1)
+        (stream,) = self._submit([prompt], [sampling_params], each, on_ready, streaming=True)
         so_far = None
         try:
             while so_far is None or so_far.finish_reason is None:
@@ -310,6 +363,52 @@ class Engine:
         """Run steps again after `pause_generation`."""
         self._checked_call(ContinueGeneration())
 
+    def update_weights(
+        self,
+        weights: Weights,
+        *,
+        version: str,
+        mode: UpdateMode = "staged",
+        keep_cache: bool = False,
+        abort_all_requests: bool = False,
+    ) -> None:
+        """Serve weights from arrays of this process; return once the next step reads them.
+
+        Args:
+            weights: a tree of arrays, or an iterator of pairs (name, array), with the names of the
+                model's checkpoint or of tunix. Arrays may be on any mesh, and may be donated after
+                this call; those of an iterator, after the next is taken.
+            version: a label of these weights, for answers.
+            mode: `staged` serves the old weights until the new weights are complete, and needs room
+                for both; `chunked` replaces one parameter at a time, while no step runs.
+            keep_cache: let requests that decode go on with their KV of the old weights; their
+                results have `has_old_kv`. Otherwise they are retracted. No other request uses it.
+            abort_all_requests: end all requests.
+
+        Raises:
+            InvalidRequestError: a tensor is missing, unknown, misshapen or not finite. The old
+                weights stay; in mode chunked, generation is paused until another update succeeds.
+        """
+        for number, (bucket, is_last) in enumerate(in_buckets(weights)):
+            message = UpdateWeightsFromTensor(
+                tensors=bucket,
+                weight_version=version,
+                mode=mode,
+                is_first=number == 0,
+                is_last=is_last,
+                keep_cache=keep_cache,
+                abort_all_requests=abort_all_requests,
+            )
+            self._checked_call(message)
+
+    def release_memory_occupation(self, tags: Sequence[MemoryTag] | None = None) -> None:
+        """Delete `weights` or `kv_cache` on the devices, or both. Requests wait."""
+        self._checked_call(ReleaseMemory(tags=list(tags) if tags else None))
+
+    def resume_memory_occupation(self, tags: Sequence[MemoryTag] | None = None) -> None:
+        """Allocate `kv_cache` again. Weights come with the next `update_weights`."""
+        self._checked_call(ResumeMemory(tags=list(tags) if tags else None))
+
     def shutdown(self) -> None:
         """End the engine and free its memory. Requests in flight end with an abort."""
         if not self._frontend.has_ended:
@@ -347,15 +446,14 @@ class Engine:
         self,
         prompts: Sequence[Prompt],
         params: Sequence[Sampling],
-        options: Mapping[str, Any],
+        options: Sequence[Mapping[str, Any]],
         on_ready: Callable[[int], None],
         *,
         streaming: bool,
     ) -> list[RequestStream]:
         """Check all prompts, then submit all. `on_ready` gets the index of a prompt."""
         checks, requests = self._frontend.checks, list[GenerateRequest]()
-        each_options = as_options(options, len(prompts))
-        for prompt, sampling, own in zip(prompts, params, each_options, strict=True):
+        for prompt, sampling, own in zip(prompts, params, options, strict=True):
             ids = checks.encode(prompt) if isinstance(prompt, str) else list(prompt)
             one = as_struct(sampling or {}, SamplingParams, "sampling_params")
             own = {"usual_logprobs_mode": "scaled", **own}

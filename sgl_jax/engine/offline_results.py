@@ -14,7 +14,9 @@ class Generation:
 
     `logprobs` has one entry per output token, `prompt_logprobs` one per prompt token from
     `logprob_start_len` on; both are empty unless requested. For a session's turn, `rid` is the
-    turn's name, and `num_prompt_tokens` includes the history.
+    turn's name, and `num_prompt_tokens` includes the history. `weight_versions` has the first
+    output token of each version of the weights; `has_old_kv` is True if KV of earlier weights was
+    kept (`Engine.update_weights`).
     """
 
     text: str
@@ -26,6 +28,8 @@ class Generation:
     logprobs: list[TokenLogprobs]
     prompt_logprobs: list[TokenLogprobs]
     rid: str
+    weight_versions: tuple[tuple[int, str], ...] = ()
+    has_old_kv: bool = False
 
 
 class GenerationError(RuntimeError):
@@ -63,6 +67,8 @@ def extended(so_far: Generation | None, chunk: Chunk, stream: RequestStream) -> 
         finish_reason=chunk.finish,
         cached_tokens=stream.cached_tokens,
         dp_rank=stream.dp_rank,
+        weight_versions=tuple(stream.weight_versions),
+        has_old_kv=stream.has_old_kv,
         logprobs=before.logprobs + chunk.logprobs,
         prompt_logprobs=before.prompt_logprobs + chunk.prompt_logprobs,
     )

@@ -90,6 +90,7 @@ class ModelExecutor(Executor):
         prefill_rate: prompt tokens per second that a rank computes, measured by `warm_up`; else 0.
         fetch_rate: tokens per second that a rank fetches from host memory, measured or 0.
         store_rate: tokens per second that a rank loads from the block store, measured or 0.
+        weights: the weights that steps read.
         profiler: traces the devices.
         expert_recorder: counts how often experts are chosen.
     """
@@ -107,8 +108,8 @@ class ModelExecutor(Executor):
         logger.info("settings: %s", ", ".join(f"{name}={decided[name]}" for name in decided))
         placed = place_model(model, self._mesh, config.build_options)
         self._model, self._args = model, args
-        self._weights = ServedWeights(placed, args, self._progress)
-        params = self._weights.load_first()
+        self.weights = ServedWeights(placed, args, self._progress)
+        params = self.weights.load_first()
         self._pool_layouts = config.pool_layouts
         buckets = config.buckets
         pool_pages = choose_pool_pages(
@@ -150,7 +151,7 @@ class ModelExecutor(Executor):
             "platform": config.platform,
             "devices": [str(device) for device in self._mesh.devices.flat],
             "eos_token_ids": list(model.eos_token_ids),
-            "weight_bytes": sum(leaf.nbytes for leaf in self._weights.arrays),
+            "weight_bytes": sum(leaf.nbytes for leaf in self.weights.arrays),
             "kv_pool_bytes": sum(pool.nbytes for pool in self._state.kv_pools),
             "settings": decided,
             **self.sizes._asdict(),
@@ -273,7 +274,7 @@ class ModelExecutor(Executor):
     def _draw(self, handle: LaunchedStep, masks: Sequence[Int32Array]) -> None:
         assert handle.undrawn is not None
         _, draw = self._programs.halves(handle.bucket)
-        tables = self._weights.arrays, self._state, self._row_params
+        tables = self.weights.arrays, self._state, self._row_params
         packed = handle.layout.pack_masks(masks)
         self._state, handle.output = draw(*tables, *handle.undrawn, packed)
         handle.undrawn = None
@@ -309,7 +310,7 @@ class ModelExecutor(Executor):
             self.store.fingerprint = secrets.token_hex(16) if keeps_kv else self._kv_fingerprint()
 
     def _kv_fingerprint(self) -> str:
-        weights = weights_fingerprint(self._weights.arrays)
+        weights = weights_fingerprint(self.weights.arrays)
         return hashlib.blake2b(f"{weights} {self._layout}".encode(), digest_size=16).hexdigest()
 
     def ended_transfers(self) -> list[TransferEnd]:
@@ -324,12 +325,19 @@ class ModelExecutor(Executor):
         with self._without_state():
             pass
 
+    def release_pools(self) -> None:
+        """Delete pools and tables; `reset` creates new ones. Nothing may be in flight."""
+        for array in jax.tree.leaves((self._state, self._row_params)):
+            array.delete()
+
     def check_model(self, model_path: str) -> None:
         """Raise ModelConfigError, naming the differences, unless the compiled programs can serve
         the folder's weights."""
         check_same_model(self._model, stored_model(model_path, "auto", self._args)[0])
 
-    def update_weights(self, model_path: str, give_up_kv: Callable[[], None] | None = None) -> None:
+    def update_weights(
+        self, model_path: str, give_up_kv: Callable[[], object] | None = None
+    ) -> None:
         """Replace the weights by those in another folder, with the same shapes and shardings.
 
         Nothing may be in flight. The old weights stay until all new weights are loaded, so both are
@@ -343,12 +351,12 @@ class ModelExecutor(Executor):
             WeightsError: the weights could not be loaded; the old weights stay.
         """
         with self._watch.paused():
-            failure = self._weights.replace(model_path)
+            failure = self.weights.replace(model_path)
             if failure is not None and failure.lacks_room and give_up_kv is not None:
                 logger.info("the KV pools make room for the weights in %r", model_path)
                 give_up_kv()
                 with self._without_state():
-                    failure = self._weights.replace(model_path)
+                    failure = self.weights.replace(model_path)
         if failure is not None:
             raise WeightsError(failure.reason)
         self.info["model_path"] = model_path
@@ -381,12 +389,12 @@ class ModelExecutor(Executor):
             self.cpu_blocks.close()
         self._in_flight.clear()
         jax.block_until_ready(self._state)
-        del self._state, self._row_params, self._weights, self._programs, self._stages
+        del self._state, self._row_params, self.weights, self._programs, self._stages
 
     def _run(self, bucket: Bucket, plan: StepPlan) -> LaunchedStep:
         layout = self._layouts[bucket]
         step_input = layout.pack(plan.ranks, self._page_tables)
-        arguments = (self._weights.arrays, self._state, self._row_params, *step_input)
+        arguments = (self.weights.arrays, self._state, self._row_params, *step_input)
         if not plan.is_masked:
             program = self._programs.decode_steps if plan.has_steps else self._programs.step
             self._state, output = program(bucket)(*arguments)

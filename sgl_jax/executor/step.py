@@ -310,8 +310,8 @@ def _score_if_any(
     """Return log-probabilities of the `successors` of `scored` queries; zeros if no rank scores."""
 
     def score() -> LogprobArrays:
-        ids = unpack_row_params(row_params[controls.rows[scored.rows]]).logprob_ids
-        return _score(model, hidden[scored.tokens], successors, ids)
+        params = row_params[controls.rows[scored.rows]]
+        return _score(model, hidden[scored.tokens], successors, params)
 
     # All ranks take the same branch, even if only one scores, because the branch exchanges logits.
     result: LogprobArrays = lax.cond(
@@ -321,10 +321,10 @@ def _score_if_any(
 
 
 def _score(
-    model: CausalLM, hidden: jax.Array, successors: jax.Array, ids: jax.Array
+    model: CausalLM, hidden: jax.Array, successors: jax.Array, row_params: jax.Array
 ) -> LogprobArrays:
-    """Return log-probabilities of `successors` int32[S] and `ids` int32[S, n] after `hidden`. Works
-    block by block: the logits of all queries would take too much memory."""
+    """Return log-probabilities of `successors` int32[S] and the rows' `logprob_ids` after `hidden`.
+    Works block by block: the logits of all queries would take too much memory."""
     num_tokens = hidden.shape[0]
     block_size = min(num_tokens, _SCORED_BLOCK)
     padding = -num_tokens % block_size
@@ -334,11 +334,11 @@ def _score(
         return padded.reshape(-1, block_size, *values.shape[1:])
 
     def score_block(block: tuple[jax.Array, jax.Array, jax.Array]) -> LogprobArrays:
-        states, tokens, own_ids = block
-        return score_tokens(model.logits(states), tokens, own_ids)
+        states, tokens, own = block
+        return score_tokens(model.logits(states), tokens, unpack_row_params(own))
 
     blocks: LogprobArrays = lax.map(
-        score_block, (in_blocks(hidden), in_blocks(successors), in_blocks(ids))
+        score_block, (in_blocks(hidden), in_blocks(successors), in_blocks(row_params))
     )
     return LogprobArrays(*(x.reshape(-1, *x.shape[2:])[:num_tokens] for x in blocks))
 

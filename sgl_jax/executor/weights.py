@@ -1,18 +1,22 @@
-"""The weights on the devices, which can be replaced by those of another folder."""
+"""The weights on the devices, which can be replaced by those of another folder or by arrays."""
 
 import logging
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+from flax.nnx.traversals import flatten_mapping, unflatten_mapping
 
+from sgl_jax.checkpoint.arriving import ArrivingWeights, Leaf
 from sgl_jax.checkpoint.loading import detect_format, load_params
 from sgl_jax.checkpoint.stored_head import with_stored_head
 from sgl_jax.core.progress import Progress
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.layers.mesh_axes import of_each_host
 from sgl_jax.layers.parameter import ParamTree
+from sgl_jax.layers.parameter import Path as ParamPath
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.placement import PlacedModel
 from sgl_jax.models.served import served_config
@@ -31,12 +35,58 @@ class LoadFailure(NamedTuple):
     lacks_room: bool  # on the devices
 
 
+class WeightUpdate:
+    """New weights that arrive as tensors.
+
+    They are kept next to the served weights until they are complete, or replace them one parameter
+    at a time (`is_chunked`). Must never compile, and never share a buffer with a tensor's owner.
+
+    Attributes:
+        params: the parameters made so far.
+    """
+
+    def __init__(
+        self, arriving: ArrivingWeights, drop_served: Callable[[ParamPath], None] | None
+    ) -> None:
+        """Start an update; `drop_served` deletes the served array of a parameter: chunked."""
+        self.params: dict[ParamPath, Leaf] = {}
+        self.is_chunked = drop_served is not None
+        self._arriving = arriving
+        self._drop_served = drop_served
+
+    def add(self, tensors: Mapping[str, Any]) -> None:
+        """Take tensors (`ArrivingWeights.add`), and make the parameters that they complete. May run
+        on any thread, one call at a time. Raises CheckpointError; then the update is useless."""
+        with jax.transfer_guard("allow"):
+            self._arriving.add(tensors)
+            for path in self._arriving.ready():
+                drop = partial(self._drop_served, path) if self._drop_served else _keep
+                self.params[path] = self._arriving.make(path, drop)
+
+    @property
+    def missing(self) -> set[str]:
+        """Return the names of the tensors that must still arrive."""
+        return self._arriving.missing()
+
+    def check_complete(self) -> None:
+        """Raise CheckpointError, with their names, if tensors are missing."""
+        self._arriving.check_complete()
+
+
 class ServedWeights:
-    """The weights of a model; `arrays` are its parameters in the order of `jax.tree.leaves`."""
+    """The weights of a model.
+
+    Attributes:
+        arrays: the parameters, in the order of `jax.tree.leaves`.
+        is_mixed: parts were deleted, or belong to different weights, since a chunked update or
+            `release` until an update is complete.
+    """
 
     arrays: tuple[jax.Array, ...]
+    is_mixed = False
 
     def __init__(self, model: PlacedModel, args: ServerArgs, progress: Progress) -> None:
+        self._model = model
         self._args = args
         self._load = partial(
             load_params,
@@ -51,18 +101,44 @@ class ServedWeights:
     def load_first(self) -> ParamTree:
         """Load the weights of `--model-path`; return them as the model's parameters."""
         params = self._load(self._args.model_path, self._args.load_format)
-        self.arrays = tuple(jax.tree.leaves(params))
+        self._use(flatten_mapping(params))
         return params
+
+    def _use(self, params: Mapping[ParamPath, Leaf]) -> None:
+        self._params = dict(params)
+        self.arrays = tuple(jax.tree.leaves(unflatten_mapping(self._params)))
+
+    def begin_update(self, *, is_chunked: bool) -> WeightUpdate:
+        """Return an update without tensors; end it by `finish_update`."""
+        arriving = ArrivingWeights(self._model, check_all=self._args.check_weights == "all")
+        return WeightUpdate(arriving, self._delete if is_chunked else None)
+
+    def finish_update(self, update: WeightUpdate) -> None:
+        """Serve the parameters of a complete update. Parameters that no checkpoint holds stay."""
+        self._use(self._params | update.params)
+        self.is_mixed = self.is_mixed and not any(path[0] == "embedding" for path in update.params)
+
+    def release(self) -> None:
+        """Delete the arrays of the checkpoint's parameters, except for those of a draft layer,
+        which an update may lack."""
+        for path in self._params:
+            if self._model.declared[path].source is not None and path[0] != "draft_layer":
+                self._delete(path)
+
+    def _delete(self, path: ParamPath) -> None:
+        self.is_mixed = True
+        for array in jax.tree.leaves(self._params[path]):
+            array.delete()
 
     def replace(self, model_path: str) -> LoadFailure | None:
         """Load the weights of another folder; the old weights stay until then, and if that fails.
         Return the failure as text: an exception would keep the arrays loaded so far. If one host
         fails, all hosts do."""
-        weights: tuple[jax.Array, ...] = ()
+        params: ParamTree = {}
         failure = None
         try:
             params = self._load(model_path, detect_format(Path(model_path)))
-            weights = jax.block_until_ready(tuple(jax.tree.leaves(params)))
+            jax.block_until_ready(params)
         except Exception as error:  # such as a bad file, or too little memory
             logger.exception("the weights in %r could not be loaded", model_path)
             reason = f"the weights in {model_path!r} could not be loaded: {error}"
@@ -70,10 +146,15 @@ class ServedWeights:
         # 0: loaded; 1: not loaded; 2: not loaded, for lack of room.
         codes = of_each_host(0 if failure is None else 1 + failure.lacks_room)
         if not any(codes):
-            self.arrays = weights
+            self._use(flatten_mapping(params))
+            self.is_mixed = False
             return None
         reason = f"a host could not load the weights in {model_path!r}; see its log"
         return LoadFailure(reason if failure is None else failure.reason, max(codes) == 2)
+
+
+def _keep() -> None:
+    """Keep the served array of a parameter."""
 
 
 def stored_model(model_path: str, load_format: str, args: ServerArgs) -> tuple[ModelConfig, str]:

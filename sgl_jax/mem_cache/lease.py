@@ -23,13 +23,23 @@ class KVLease:
     """A lease on `row` of one rank. The row pool's arrays store the lengths, in tokens. Only
     `RankMemory.open_lease` creates a lease, and only `release_kv_cache` ends it."""
 
-    __slots__ = ("_rows", "dp_rank", "namespace", "node", "released", "row", "session_id")
+    __slots__ = (
+        "_rows",
+        "dp_rank",
+        "is_stale",
+        "namespace",
+        "node",
+        "released",
+        "row",
+        "session_id",
+    )
 
     def __init__(self, dp_rank: int, row: int, rows: RowTables, namespace: str = "") -> None:
         self.dp_rank = dp_rank
         self.row = row
         self.namespace = namespace
         self.node: TreeNode | None = None  # deepest locked node; None if nothing is locked
+        self.is_stale = False  # has KV of earlier weights, which no other request may use
         self.released = False
         self.session_id: str | None = None  # the session with a turn on it (`SessionLeases`)
         self._rows = rows

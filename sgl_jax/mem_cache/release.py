@@ -34,9 +34,9 @@ def publish_prefix(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> No
     """Offer the committed whole pages of `tokens` to the cache; the lease continues.
 
     `tokens` start at position 0 and end at the request's last known token. Tokens past
-    `kv_committed_len` are not offered. Afterwards the tree owns every page up to the new
-    `cache_protected_len`. If it had a page already, the lease uses that page, and its duplicate is
-    freed.
+    `kv_committed_len` are not offered, and a stale lease offers nothing. Afterwards the tree owns
+    every page up to the new `cache_protected_len`. If it had a page already, the lease uses that
+    page, and its duplicate is freed.
     """
     lease.require_live()
     memory.lock(_hand_to_tree(memory, lease, tokens))
@@ -47,7 +47,7 @@ def publish_prefix(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> No
 def _offer_to_host(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> None:
     """Report the cached prefix of a lease to the CPU tier. Pages that windows pass are gone by the
     lease's end, so a lease with windows reports each publication."""
-    if memory.watcher is not None and lease.cache_protected_len:
+    if memory.watcher is not None and lease.cache_protected_len and not lease.is_stale:
         memory.watcher.gained(tokens[: lease.cache_protected_len], lease.namespace)
 
 
@@ -56,7 +56,7 @@ def _hand_to_tree(memory: RankMemory, lease: KVLease, tokens: Int32Array) -> Int
     rows, page_size = memory.rows, memory.page_size
     length = min(lease.kv_committed_len, len(tokens)) // page_size * page_size
     protected = lease.cache_protected_len
-    if length <= protected:
+    if length <= protected or lease.is_stale:
         return np.zeros((rows.num_groups, 0), np.int32)
     offered = lease.pages(page_size, 0, length)
     firsts = _first_pages(memory, lease)
@@ -147,11 +147,12 @@ def _keep_for_session(
     """Keep the part of the first `num_tokens` tokens that the session's next turn can resume.
 
     Return False if there is none, or if its prefix is withdrawn: then the next turn shares another
-    copy of it. All other pages are freed, because a pool of windows has pages only for the windows
-    of idle rows and for the chunk of one step. `added` is the result of `_hand_to_tree`.
+    copy of it; and if the lease is stale. All other pages are freed, because a pool of windows has
+    pages only for the windows of idle rows and for the chunk of one step. `added` is the result of
+    `_hand_to_tree`.
     """
     length = resumable_len(memory, lease, num_tokens)
-    if length < 1 or not memory.cache.finds(lease.node):
+    if length < 1 or lease.is_stale or not memory.cache.finds(lease.node):
         memory.sessions.unbind(lease)
         return False
     memory.lock(added)

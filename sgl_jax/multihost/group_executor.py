@@ -98,7 +98,9 @@ class GroupExecutor(ModelExecutor):
         self._send(CallExecutor("reset"))
         super().reset()
 
-    def update_weights(self, model_path: str, give_up_kv: Callable[[], None] | None = None) -> None:
+    def update_weights(
+        self, model_path: str, give_up_kv: Callable[[], object] | None = None
+    ) -> None:
         self._send(CallExecutor("update_weights", [model_path, give_up_kv is not None]))
         super().update_weights(model_path, give_up_kv)
 

@@ -91,6 +91,14 @@ class RetractAll(msgspec.Struct, frozen=True, tag=True):
     """Retract every running request; it keeps its tokens and waits to run again."""
 
 
+class NewWeights(msgspec.Struct, frozen=True, tag=True):
+    """The next step has other weights: no request that starts from now on uses KV of the weights
+    before. Every running request is retracted, or if `keeps_running`, those that decode go on with
+    their KV, which no other request uses. The decision is the rids of these."""
+
+    keeps_running: bool
+
+
 class Configure(msgspec.Struct, frozen=True, tag=True):
     """Change settings from the next step on: order, balance, deadlines, the threshold of
     preemption, and the prompt tokens of a step on a rank, no more than the sizes allow."""
@@ -219,6 +227,7 @@ Event: TypeAlias = (
     | Pause
     | Resume
     | RetractAll
+    | NewWeights
     | Configure
     | FailAll
     | Rebuild

@@ -175,6 +175,7 @@ class RankScheduler:
         self.columns.length_class[lease.row] = self._output_lengths.class_of(request)
         self.prompts.enter(lease.row, num_on_tree)
         start_drafting(self.columns, lease.row, self._max_draft_tokens)
+        message = request.message
         self.unsent_admissions[lease.row] = RowAdmission(
             row=lease.row,
             tokens=request.tokens[start:],
@@ -183,8 +184,9 @@ class RankScheduler:
             seed=self._seed(request),
             stop_token_ids=stop_ids,
             start=start,
-            logprob_ids=tuple(request.message.token_ids_logprob),
-            logprobs_mode=request.message.logprobs_mode,
+            logprob_ids=tuple(message.token_ids_logprob),
+            logprobs_mode=message.logprobs_mode,
+            prompt_logprobs_mode=message.logprobs_mode if message.scores_output else "raw",
         )
         return lease.row
 
@@ -328,6 +330,23 @@ class RankScheduler:
         for session_id, lease in list(self.memory.sessions.idle()):
             if not self.memory.cache.finds(lease.node):
                 release_idle_lease(self.memory, session_id)
+
+    def withdraw_all(self) -> None:
+        """Keep requests from finding any prefix computed so far, also in host memory."""
+        self.host.reset()
+        self.memory.cache.withdraw_all()
+        self.departed.clear()  # the caches find none of their tokens
+
+    def make_stale(self, row: int) -> bool:
+        """Let the request in `row` go on with its KV, of earlier weights, for itself only. Return
+        False, changing nothing, if the row does not decode yet."""
+        lease = self.running.request(row).lease
+        assert lease is not None, "a running request holds a lease"
+        if lease.kv_committed_len + 1 < self.columns.known_len[row]:
+            return False
+        lease.is_stale = True
+        self.memory.sessions.unbind(lease)
+        return True
 
     def drop_session_lease(self, row: int) -> None:
         """End the lease in `row` if an idle session keeps it."""

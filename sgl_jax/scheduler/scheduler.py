@@ -173,6 +173,8 @@ class Scheduler:
                 self.is_paused = False
             case events.RetractAll():
                 self._retract_all()
+            case events.NewWeights():
+                return self._forget_weights(event.keeps_running)
             case events.FailAll():
                 self._fail_all(event.reason)
             case events.Rebuild():
@@ -276,6 +278,19 @@ class Scheduler:
         for rank in self.ranks:
             for row in rank.running.active.tolist():
                 self._waiting.add(rank.retract(row, "asked"))
+
+    def _forget_weights(self, keeps_running: bool) -> list[str]:
+        kept = []
+        for rank in self.ranks:
+            for row in rank.running.active.tolist():
+                if keeps_running and rank.make_stale(row):
+                    kept.append(rank.running.request(row).rid)
+                else:
+                    self._waiting.add(rank.retract(row, "asked"))
+        self._sessions.release_all()
+        for rank in self.ranks:
+            rank.withdraw_all()
+        return kept
 
     def _fail_all(self, reason: str) -> None:
         self._launched.clear()

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp
 
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.memory_view import MEMORY_PAGE
-from sgl_jax.server.admin import call_routes, management
+from sgl_jax.server.admin import call_routes, management, weight_routes
 from sgl_jax.server.admin.openapi import install_openapi
 from sgl_jax.server.answer_stream import CLAMPED_HEADER
 from sgl_jax.server.apis import chat, completions, messages, native, openai, responses, text
@@ -47,7 +47,8 @@ def build_app(refs: References, keys: ApiKeys) -> FastAPI:
     app.state.memory_watch = MemoryWatch(refs)
     apis = (chat.router, completions.router, native.router, openai.router, text.router)
     others = (openai.other_models, responses.router, messages.router)
-    for router in (*apis, call_routes.router, management.router, memory_routes.router, *others):
+    admin = (call_routes.router, management.router, weight_routes.router, memory_routes.router)
+    for router in (*apis, *admin, *others):
         # `include_router` would match a request against every route twice.
         app.router.routes.extend(router.routes)
     pages = [

@@ -54,6 +54,7 @@ from sgl_jax.core.messages import (
     StopProfile,
     StopRequest,
     UpdateWeightsFromDisk,
+    UpdateWeightsFromTensor,
     WithReply,
 )
 from sgl_jax.core.progress import Progress
@@ -208,6 +209,9 @@ class ScriptedEngine:
                 self.settings = self.settings | message.server_args
                 data = {"updated": True, "server_args": message.server_args}
                 return Reply(rid=message.rid, ok=True, data=data)
+            case UpdateWeightsFromTensor():
+                data = {"success": True, "message": "taken", "num_paused_requests": 0}
+                return Reply(rid=message.rid, ok=True, data=data)
             case UpdateWeightsFromDisk():
                 self.model_path = message.model_path
                 data = {"success": True, "message": "loaded", "num_paused_requests": 0}
@@ -225,7 +229,7 @@ class ScriptedEngine:
     def read_memory(self, message: MemoryMessage) -> Reply:
         """Of the real scheduler that the test has put into `scheduler`."""
         # Here, since most scripts start without them.
-        from sgl_jax.engine.loop.controls import answer, refusal
+        from sgl_jax.engine.loop.replies import answer, refusal
         from sgl_jax.memory_view.reader import MemoryReader
 
         try:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from sgl_jax.core.engine_messages import EngineInfo, Reply
+from sgl_jax.core.engine_messages import EngineInfo, Reply, WeightsChanged
 from sgl_jax.core.messages import (
     FrontMessage,
     GenerateRequest,
@@ -102,7 +102,7 @@ def reply(channel: ScriptedChannel, rid: str = "update") -> Reply:
     return found
 
 
-def update(folder: Path, **fields: bool) -> UpdateWeightsFromDisk:
+def update(folder: Path, **fields: Any) -> UpdateWeightsFromDisk:
     return UpdateWeightsFromDisk(rid="update", model_path=str(folder), **fields)
 
 
@@ -180,39 +180,38 @@ def test_a_stored_head_is_used_though_the_config_ties_it(
         core._close()
 
 
-@pytest.mark.parametrize("flush_cache", [True, False])
+@pytest.mark.parametrize("keep_cache", [False, True])
 def test_requests_that_run_go_on_with_the_new_weights(
     core: EngineCore,
     folders: tuple[Path, Path],
     of_old: list[list[int]],
     of_new: list[list[int]],
-    flush_cache: bool,
+    keep_cache: bool,
 ) -> None:
-    """Those that have not started are the new weights' alone, even where their prefix was cached;
-    without a flush it is the old weights' KV that they would find."""
+    """Those that have not started are the new weights' alone, even where their prefix was cached,
+    by requests before or by those that keep their KV."""
 
     def script() -> Iterator[list[FrontMessage]]:
         yield requests("a")
         yield from ([] for _ in range(4))
-        yield [update(folders[1], flush_cache=flush_cache)]
-        if flush_cache:
-            yield from until_idle(core, requests("b"))
-        else:
-            yield from until_idle(core, [])
+        yield [update(folders[1], keep_cache=keep_cache, flush_cache=False)]
+        yield from until_idle(core, requests("b"))
 
     retracted = core.scheduler.counters()["requests_retracted"]
     channel = run(core, script())
     told = reply(channel).data
     assert told["num_paused_requests"] == 4
     retracted = core.scheduler.counters()["requests_retracted"] - retracted
-    assert retracted == (4 if flush_cache else 0)
+    assert retracted == (0 if keep_cache else 4)
     assert {end.type for end in channel.ends().values()} == {"length"}
     assert all(len(tokens) == NEW_TOKENS for tokens in outputs(channel, "a"))
     assert outputs(channel, "a") != of_old
     assert [tokens[0] for tokens in outputs(channel, "a")[:4]] == [t[0] for t in of_old[:4]]
-    if flush_cache:
-        assert outputs(channel, "a")[4:] == of_new[4:]
-        assert outputs(channel, "b") == of_new
+    assert outputs(channel, "a")[4:] == of_new[4:]
+    assert outputs(channel, "b") == of_new
+    (changed,) = (m for m in channel.sent if isinstance(m, WeightsChanged))
+    assert changed.version == str(folders[1])
+    assert sorted(changed.kept_rids) == ([f"a{i}" for i in range(4)] if keep_cache else [])
 
 
 def test_all_requests_are_aborted_on_demand(core: EngineCore, folders: tuple[Path, Path]) -> None:
@@ -345,7 +344,7 @@ def test_pools_make_room_for_the_new_weights_where_the_devices_have_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Only then a load that fails costs the caches."""
-    load = core.executor._weights._load
+    load = core.executor.weights._load
 
     def without_room(path: str, load_format: str) -> Any:
         if hasattr(core.executor, "_state"):
@@ -354,7 +353,7 @@ def test_pools_make_room_for_the_new_weights_where_the_devices_have_none(
 
     def script() -> Iterator[list[FrontMessage]]:
         yield from until_idle(core, requests("a"))
-        monkeypatch.setattr(core.executor._weights, "_load", without_room)
+        monkeypatch.setattr(core.executor.weights, "_load", without_room)
         yield [update(folders[1] if files == "whole" else broken(tmp_path, "nan"))]
         monkeypatch.undo()
         assert cached_pages(core) == 0

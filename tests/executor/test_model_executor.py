@@ -339,7 +339,7 @@ def test_pool_and_token_table_are_updated_in_place(make_executor, settings):
 
 def test_a_model_whose_logits_are_no_numbers_is_refused_in_warm_up(make_args, monkeypatch):
     executor = ModelExecutor(make_args(warmup="plain", page_size=1, dp_size=2))
-    executor._weights.arrays = tuple(leaf * np.inf for leaf in executor._weights.arrays)
+    executor.weights.arrays = tuple(leaf * np.inf for leaf in executor.weights.arrays)
     with pytest.raises(ValueError, match="computes logits that are no finite numbers"):
         executor.warm_up()
 

@@ -22,7 +22,7 @@ def executor(folder, **args):
 
 def values(own):
     return [
-        np.asarray(leaf) for leaf in jax.tree.leaves(own._weights.arrays) if leaf.dtype == np.int8
+        np.asarray(leaf) for leaf in jax.tree.leaves(own.weights.arrays) if leaf.dtype == np.int8
     ]
 
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.step_plan import RowAdmission
 from sgl_jax.layers.sampling.draw import draw_tokens, score_tokens
-from sgl_jax.layers.sampling.row_params import SampledRows, pack_row_params
+from sgl_jax.layers.sampling.row_params import SampledRows, pack_row_params, unpack_row_params
 from sgl_jax.layers.sampling.split_logits import SplitLogits
 
 VOCAB = 22  # not divided by 4
@@ -224,12 +224,21 @@ def test_a_rank_reports_though_the_others_want_nothing():
 def test_scores_are_those_of_the_given_tokens(tp):
     logits = np.random.default_rng(2).normal(size=(5, VOCAB)).astype(np.float32)
     tokens = jnp.array([3, 0, 21, 7, 7])
-    ids = jnp.array([[0, 21], [20, 1], [5, 5], [2, 4], [21, 0]])
-    scores = on_chips(tp, score_tokens)(logits, tokens, ids)
+    ids = np.array([[0, 21], [20, 1], [5, 5], [2, 4], [21, 0]])
+    lines = [
+        RowAdmission(i, np.zeros(1, np.int32), 1, SamplingParams(), i, (), logprob_ids=tuple(own))
+        for i, own in enumerate(ids.tolist())
+    ]
+    packed = np.stack([pack_row_params(line, 1) for line in lines])
+
+    def score(logits, tokens, packed):
+        return score_tokens(logits, tokens, unpack_row_params(packed))
+
+    scores = on_chips(tp, score)(logits, tokens, packed)
     normaliser = np.log(np.exp(logits.astype(np.float64)).sum(-1))
     expected = logits[np.arange(5), tokens] - normaliser
     for chip in range(tp):
         np.testing.assert_allclose(scores.logprobs[chip], expected, atol=1e-5)
-        named = np.take_along_axis(logits, np.asarray(ids), -1) - normaliser[:, None]
-        np.testing.assert_allclose(scores.id_logprobs[chip], named, atol=1e-5)
+        named = np.take_along_axis(logits, ids, -1) - normaliser[:, None]
+        np.testing.assert_allclose(scores.id_logprobs[chip][:, :2], named, atol=1e-5)
         np.testing.assert_array_equal(scores.top_ids[chip][:, 0], logits.argmax(-1))

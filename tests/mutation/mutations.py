@@ -3627,8 +3627,38 @@ MUTATIONS = (
     Mutation(
         "not finite: keep a withdrawn prefix for a session",
         _RELEASE,
-        "if length < 1 or not memory.cache.finds(lease.node):",
-        "if length < 1:",
+        "if length < 1 or lease.is_stale or not memory.cache.finds(lease.node):",
+        "if length < 1 or lease.is_stale:",
+    ),
+    Mutation(
+        "new weights: keep a row of the old weights for a session",
+        _RANK,
+        "        lease.is_stale = True\n        self.memory.sessions.unbind(lease)\n",
+        "",
+    ),
+    Mutation(
+        "new weights: offer a row of the old weights to the tree",
+        _RELEASE,
+        "    if length <= protected or lease.is_stale:\n",
+        "    if length <= protected:\n",
+    ),
+    Mutation(
+        "new weights: keep a row that computes its prompt",
+        _RANK,
+        "        if lease.kv_committed_len + 1 < self.columns.known_len[row]:\n",
+        "        if False:\n",
+    ),
+    Mutation(
+        "new weights: let requests find prefixes of the old weights",
+        _RANK,
+        "        self.host.reset()\n        self.memory.cache.withdraw_all()\n",
+        "",
+    ),
+    Mutation(
+        "new weights: withdraw only the first prefix",
+        _CACHE,
+        "        for top in list(self.tree.root.children.values()):\n",
+        "        for top in list(self.tree.root.children.values())[:1]:\n",
     ),
     Mutation(
         "not finite: keep a copy in flight",

@@ -6,7 +6,7 @@ import pytest
 
 from sgl_jax.core.messages import OpenSession, PauseMode, SessionTurn
 from sgl_jax.core.scheduler_args import SchedulerArgs
-from sgl_jax.scheduler.events import Flush, Resume
+from sgl_jax.scheduler.events import Flush, NewWeights, Resume
 from tests.scheduler.driver import Driver, generate, make_sizes
 
 
@@ -152,3 +152,33 @@ def test_a_pause_outlasts_a_lost_device() -> None:
     driver.scheduler.handle(Resume())
     driver.run()
     driver.check_tokens("late")
+
+
+def test_a_request_that_keeps_its_kv_over_new_weights_gives_it_to_no_other() -> None:
+    """Nor does the session whose turn it is; a request that computes its prompt begins again."""
+    driver = Driver(make_sizes(num_pages=60, max_chunk_tokens=16))
+    assert driver.session(OpenSession(rid="", session_id="s", streaming=True)).ok
+    prompt = list(range(1, 13))
+    driver.submit(generate("before", prompt, 2))
+    driver.run()
+    turn = SessionTurn(id="s")
+    driver.submit(generate("turn", prompt, 20, session=turn))
+    driver.submit(generate("short", [30, 31], 20))
+    for _ in range(4):
+        driver.step()
+    driver.submit(generate("long", list(range(40)), 4))
+    driver.step()
+    driver.pause("in_place")
+    rest(driver)
+    assert sorted(driver.scheduler.handle(NewWeights(keeps_running=True))) == ["short", "turn"]
+    driver.scheduler.handle(Resume())
+    driver.submit(generate("same", prompt, 2))
+    driver.run()
+    driver.submit(generate("next", [9], 2, session=turn), [*prompt, *driver.tokens["turn"]])
+    driver.run()
+    assert driver.cached["turn"] == 12 - 4
+    assert driver.cached["same"] == 0
+    assert driver.cached["next"] == 12  # of "same"
+    for rid in driver.prompts:
+        driver.check_tokens(rid)
+    driver.check_replay()

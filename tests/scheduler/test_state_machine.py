@@ -30,6 +30,7 @@ from sgl_jax.mem_cache.tree.block_log import BlocksCleared, BlocksRemoved, Block
 from sgl_jax.scheduler.events import (
     DecodeSteps,
     Flush,
+    NewWeights,
     Note,
     PrefillRate,
     Resume,
@@ -292,6 +293,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not driver.in_flight
         assert len(driver.plans) == num_plans
         driver.scheduler.handle(Resume())
+
+    @rule(keeps_running=st.booleans())
+    def new_weights(self, keeps_running: bool) -> None:
+        """Between two steps; no request finds what was computed before."""
+        driver, scheduler = self.driver, self.driver.scheduler
+        self.come_to_rest()
+        if scheduler.is_storing:
+            return  # the loop gives writes up first
+        running = {rid for rid in self.live() if scheduler._requests[rid].lease is not None}
+        kept = scheduler.handle(NewWeights(keeps_running))
+        assert set(kept) <= (running if keeps_running else set())
+        assert scheduler.num_running == len(kept)
+        for rank, view in zip(scheduler.ranks, scheduler.memory_views(), strict=True):
+            assert all(node.is_withdrawn for node in rank.memory.cache.nodes())
+            assert view.session_rows == 0
+            assert all(own.cached_blocks == 0 for own in rank.host.views())
+        self.check_ledger()
+        scheduler.audit()
+        driver.collect()
 
     def check_nothing_leased(self) -> None:
         """No page is leased, but by fetches from the host."""

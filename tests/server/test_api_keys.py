@@ -13,7 +13,7 @@ from sgl_jax.core.command_line import parse_server_args
 from sgl_jax.core.messages import Tenant
 from sgl_jax.core.request_limits import MAX_SESSION_ID_CHARS, check_session_id
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.server.admin import call_routes
+from sgl_jax.server.admin import call_routes, weight_routes
 from sgl_jax.server.admin import management as management_routes
 from sgl_jax.server.apis import native as native_routes
 from sgl_jax.server.guards.bodies import BodyLimitMiddleware
@@ -291,6 +291,7 @@ async def test_routes_of_the_operator_ask_for_the_admin_key(
         # All routes of the operator are there, and sessions and figures are not among them.
         routes = {route.path for route in management_routes.router.routes}  # type: ignore[attr-defined]
         routes |= {route.path for route in call_routes.router.routes}  # type: ignore[attr-defined]
+        routes |= {route.path for route in weight_routes.router.routes}  # type: ignore[attr-defined]
         routes |= {route.path for route in native_routes.router.routes}  # type: ignore[attr-defined]
         routes |= {route.path for route in memory_routes.router.routes}  # type: ignore[attr-defined]
         assert routes - ADMIN_PATHS == {

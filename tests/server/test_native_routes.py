@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from sgl_jax.core.engine_messages import WeightsChanged
 from sgl_jax.core.messages import GenerateRequest
 from tests.engine.scripted_engine import LOGPROB
 from tests.server.conftest import Rig
@@ -34,6 +35,28 @@ async def test_a_text_is_continued(rig: Rig) -> None:
     assert meta["finish_reason"] == {"type": "length", "length": 3}
     assert meta["e2e_latency"] > 0
     assert {"prompt_tokens", "cached_tokens", "dp_rank"} <= set(meta)
+
+
+async def test_an_answer_says_which_weights_its_tokens_are_of(rig: Rig) -> None:
+    rig.engine.step_s = 0.005
+    asked = generate(rig, input_ids=[70], sampling_params={"max_new_tokens": 40}, stream=True)
+    answering = asyncio.create_task(asked)
+    streams = rig.front._streams
+    await meanwhile_until(
+        lambda: any(each.num_output_tokens >= 5 for each in streams.values()), "it has output"
+    )
+    rig.front.handle(WeightsChanged(version="2", kept_rids=[*streams, "gone"]))
+    metas = [each["meta_info"] for each in await answering]
+    assert (metas[0]["weight_version"], metas[-1]["weight_version"]) == ("default", "2")
+    (first, start) = metas[-1]["weight_versions"]
+    assert first == [0, "default"]
+    assert 5 <= start[0] < 40
+    assert start[1] == "2"
+    assert metas[-1]["has_old_kv"]
+    assert "weight_versions" not in metas[0]
+    (answer,) = await generate(rig, input_ids=[[70]], sampling_params={"max_new_tokens": 1})
+    assert answer["meta_info"]["weight_versions"] == [[0, "2"]]
+    assert "has_old_kv" not in answer["meta_info"]
 
 
 async def test_a_stream_repeats_all_so_far(rig: Rig) -> None:

@@ -55,3 +55,42 @@ async def test_what_cannot_be_scored_is_named(
 ) -> None:
     answer = await rig.http.post("/v1/score", json=BODY | changes)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+async def test_an_output_is_scored_token_by_token(rig: Rig) -> None:
+    body: dict[str, Any] = {"input_ids": [5, 6], "output_ids": [7, 8, 9], "temperature": 0.7}
+    told = (await rig.http.post("/score_tokens", json=body)).json()
+    assert len(told["logprobs"]) == 3
+    assert told["weight_version"] == "default"
+    (sent,) = rig.engine.seen
+    assert (sent.input_ids, sent.token_ids_logprob, sent.logprob_start_len) == (
+        [5, 6, 7, 8],
+        [9],
+        2,
+    )
+    assert (sent.scores_output, sent.logprobs_mode) == (True, "scaled")
+    assert (sent.sampling.temperature, sent.sampling.max_new_tokens) == (0.7, 1)
+    pairs = {"input_ids": [[5], [6, 7]], "output_ids": [[8], [9, 10]], "logprobs_mode": "raw"}
+    told = (await rig.http.post("/score_tokens", json=pairs)).json()
+    assert [len(scores) for scores in told["logprobs"]] == [1, 2]
+    assert {request.logprobs_mode for request in rig.engine.seen[1:]} == {"raw"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"output_ids": []}, "output_ids"),
+        ({"input_ids": []}, "input_ids"),
+        ({"input_ids": [[5], [6]]}, "output_ids"),
+        ({"input_ids": [[5]], "output_ids": [[6], [7]]}, "output_ids"),
+        ({"output_ids": [10**6]}, "output_ids"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"stream": True}, "stream"),
+    ],
+)
+async def test_an_output_that_cannot_be_scored_is_named(
+    rig: Rig, changes: dict[str, Any], param: str
+) -> None:
+    body = {"input_ids": [5], "output_ids": [6]} | changes
+    answer = await rig.http.post("/score_tokens", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

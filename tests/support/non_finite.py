@@ -15,19 +15,19 @@ def changed_weights(
     executor: ModelExecutor, part: str, change: Callable[[jax.Array], jax.Array]
 ) -> Iterator[None]:
     """Within, the weights whose path contains `part` are `change` of them."""
-    before = executor._weights.arrays
+    before = executor.weights.arrays
     tree: Any = jax.tree.unflatten(executor._programs._params_tree, before)
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     is_meant = [part in jax.tree_util.keystr(path) for path, _ in leaves]
     assert any(is_meant), f"no weights are called {part}"
-    executor._weights.arrays = tuple(
+    executor.weights.arrays = tuple(
         jax.device_put(change(leaf), leaf.sharding) if meant else leaf
         for meant, (_, leaf) in zip(is_meant, leaves, strict=True)
     )
     try:
         yield
     finally:
-        executor._weights.arrays = before
+        executor.weights.arrays = before
 
 
 def nan_token(executor: ModelExecutor, token: int) -> Any:

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from sgl_jax.core.engine_messages import EngineMessage, OutputBatch, Reply, RequestOutput
+from sgl_jax.core.engine_messages import (
+    EngineMessage,
+    OutputBatch,
+    Reply,
+    RequestOutput,
+    WeightsChanged,
+)
 from sgl_jax.core.errors import (
     EngineDeadError,
     QueueFullError,
@@ -88,6 +94,7 @@ class Frontend:
         self.pending = PendingRequests(
             args.max_queued_requests, self.facts.max_running_requests, args.share_part
         )
+        self.weight_version = str(info.get("weight_version", args.weight_version))
         self.num_tokens = 0  # of all outputs so far, including requests with disconnected clients
         self._sequence = itertools.count()
         self._end_error: type[EngineDeadError | ShuttingDownError] = EngineDeadError
@@ -154,6 +161,7 @@ class Frontend:
             if not unique.is_probe:
                 self.pending.check_room(num_together, unique.tenant)
                 self.pending.add(unique.rid, unique.tenant)
+            stream.note_weights(self.weight_version)
             self._streams[unique.rid] = stream
         try:
             self._send(unique)
@@ -239,7 +247,9 @@ class Frontend:
         Runs once per step, so the work per token is kept to a minimum.
         """
         if not isinstance(message, OutputBatch):
-            if isinstance(message, Reply):
+            if isinstance(message, WeightsChanged):
+                self._note_weights(message)
+            elif isinstance(message, Reply):
                 with self._lock:
                     on_reply = self._on_reply.pop(message.rid, None)
                 if on_reply is not None:
@@ -312,6 +322,15 @@ class Frontend:
             stream.on_ready()
         for rid, on_reply in waiting.items():
             on_reply(Reply(rid=rid, ok=False, message=reason))
+
+    def _note_weights(self, message: WeightsChanged) -> None:
+        with self._lock:
+            self.weight_version = message.version
+            for stream in self._streams.values():
+                stream.note_weights(message.version)
+            for rid in message.kept_rids:
+                if rid in self._streams:
+                    self._streams[rid].has_old_kv = True
 
     def _note_stamps(self, batch: OutputBatch) -> None:
         for rid, started_at in batch.starts.items():

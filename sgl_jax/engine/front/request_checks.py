@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from sgl_jax.core.engine_messages import TokenLogprobs
 from sgl_jax.core.errors import ContextLengthError, InvalidRequestError
 from sgl_jax.core.messages import GenerateRequest, SessionTurn
 from sgl_jax.core.request_limits import (
@@ -241,3 +242,31 @@ class RequestChecks:
                     f"[0, {self._facts.vocab_size})",
                     "input_ids",
                 )
+
+
+def scored_prompt(
+    prompt_ids: Sequence[int], output_ids: Sequence[int]
+) -> tuple[list[int], dict[str, Any]]:
+    """Return the prompt of a request that scores `output_ids`, and its arguments of `prepare`.
+
+    The last token is scored in place of the request's only output token, so that an output that
+    fills the context can be scored.
+    """
+    if not prompt_ids or not output_ids:
+        name = "output_ids" if prompt_ids else "input_ids"
+        raise InvalidRequestError("a score needs a token before the output, and an output", name)
+    return [*prompt_ids, *output_ids[:-1]], {
+        "return_logprob": True,
+        "scores_output": True,
+        "logprob_start_len": len(prompt_ids),
+        "token_ids_logprob": output_ids[-1:],
+        "usual_logprobs_mode": "scaled",
+    }
+
+
+def output_scores(
+    prompt_logprobs: Sequence[TokenLogprobs], logprobs: Sequence[TokenLogprobs]
+) -> list[float]:
+    """Return the scores that a request of `scored_prompt` reports."""
+    scores = [each.logprob for each in prompt_logprobs if each.logprob is not None]
+    return [*scores, *logprobs[0].id_logprobs]

@@ -57,6 +57,9 @@ class RequestStream:
         # A session's turn excludes the history until the first output.
         self.num_prompt_tokens = len(request.input_ids)
         self.cached_tokens = 0
+        # (first token, version) of the output tokens that are from one version of the weights.
+        self.weight_versions: list[tuple[int, str]] = []
+        self.has_old_kv = False  # KV of earlier weights was kept for it
         self.dp_rank = 0
         self.finish: FinishReason | None = None
         self.error: Exception | None = None  # set instead of `finish` after a failure
@@ -102,6 +105,13 @@ class RequestStream:
         """Return the seconds from arrival to the end, or to now."""
         end = time.perf_counter() if self.finished_at is None else self.finished_at
         return end - self.created_at
+
+    def note_weights(self, version: str) -> None:
+        """Note that all further tokens are from the weights `version`."""
+        start = self.num_output_tokens
+        if self.weight_versions and self.weight_versions[-1][0] == start:
+            self.weight_versions.pop()
+        self.weight_versions.append((start, version))
 
     def accept_token(self, token: int) -> None:
         """Take one plain token, and set `finish` if it completes a stop string."""

@@ -15,22 +15,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import msgspec
-
 from sgl_jax.core import calls, messages
 from sgl_jax.core.engine_messages import Reply
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import Channel
+from sgl_jax.engine.loop.replies import answer, refusal
 from sgl_jax.engine.loop.saved_cache import CacheSaver
-from sgl_jax.engine.loop.step_pipeline import StepPipeline
-from sgl_jax.engine.watchdog import Watchdog
+from sgl_jax.engine.loop.weight_updates import UpdatedEngine, WeightUpdates
 from sgl_jax.executor.expert_recorder import ExpertRecorder
-from sgl_jax.executor.model_executor import ModelExecutor
-from sgl_jax.executor.weights import WeightsError
 from sgl_jax.mem_cache.errors import MemoryDefectError
 from sgl_jax.memory_view.reader import MemoryReader
-from sgl_jax.models.config_fields import ModelConfigError
 from sgl_jax.scheduler.events import Configure, Flush, Pause, Resume, RetractAll
 from sgl_jax.scheduler.scheduler import Scheduler
 
@@ -52,20 +47,12 @@ _FLUSH_LIMIT_S = 20.0  # after which a waiting flush is refused
 _WORDS = {str: "text", int: "a whole number", float: "a number"}
 
 
-class Controlled(Protocol):
+class Controlled(UpdatedEngine, Protocol):
     """The parts of `EngineCore` that `Controls` uses."""
 
     args: ServerArgs
     info: dict[str, Any]
-    executor: ModelExecutor
-    scheduler: Scheduler
-    watchdog: Watchdog
     channel: Channel
-    steps: StepPipeline
-
-    def empty_caches(self) -> None: ...
-
-    def change_info(self, **facts: Any) -> None: ...
 
     def state(self) -> dict[str, Any]: ...
 
@@ -118,6 +105,8 @@ class PendingFlushes:
         """
         # Removed first, so that a flush that finds a defect of the memory is not repeated.
         pending, self.calls = self.calls, []
+        if self._scheduler.is_paused:  # paused requests compute their KV again
+            self._scheduler.handle(RetractAll())
         is_running = self._scheduler.num_running > 0
         may_flush = not is_running and not self._scheduler.is_moving_out
         try:
@@ -144,6 +133,7 @@ class Controls:
 
     Attributes:
         flushes: the flushes that wait.
+        updates: the updates of weights.
     """
 
     def __init__(self, core: Controlled, saver: CacheSaver | None) -> None:
@@ -152,6 +142,7 @@ class Controls:
         self._undo = CallUndo()  # with a step for each call with `Call.is_undone`
         self._memory_reader = MemoryReader(core.scheduler, core.executor.compile_counts)
         self.flushes = PendingFlushes(core.scheduler)
+        self.updates = WeightUpdates(core)
 
     def handle(self, message: messages.CallMessage | messages.CancelCall) -> Reply | None:
         """Call the method that the message's record names. Return None if the reply comes later."""
@@ -226,12 +217,16 @@ class Controls:
         return self._generation_reply(message, was_paused)
 
     def resume(self, message: messages.ContinueGeneration) -> Reply:
+        if self.updates.is_blocking:
+            text = "the weights are incomplete, or memory was released and not resumed"
+            return refusal(message, text, code="weights_incomplete")
         was_paused = self._core.scheduler.is_paused
         self._core.scheduler.handle(Resume())
         return self._generation_reply(message, was_paused)
 
     def _restore_pause(self, is_paused: bool) -> None:
         self._core.steps.settle()
+        is_paused = is_paused or self.updates.is_blocking
         self._core.scheduler.handle(Pause("in_place") if is_paused else Resume())
         self._core.change_info(is_paused=is_paused)
 
@@ -246,37 +241,17 @@ class Controls:
         )
         return answer(message, now)
 
-    def update_weights(self, message: messages.UpdateWeightsFromDisk) -> Reply:
-        """Load other weights between two steps. Requests continue, even if loading fails."""
-        path = message.model_path
-        try:
-            self._core.executor.check_model(path)
-        except ModelConfigError as error:
-            return refusal(message, str(error), code="other_model", param="model_path")
-        except (OSError, ValueError) as error:  # not a valid path
-            return refusal(message, str(error), code="weights_refused", param="model_path")
-        self._core.steps.settle()
-        num_running = 0 if message.abort_all_requests else self._core.scheduler.num_running
-        give_up_kv = self._give_up_kv if message.flush_cache else None
-        try:
-            with self._core.watchdog.patience():
-                self._core.executor.update_weights(path, give_up_kv)
-        except WeightsError as error:
-            return refusal(message, str(error), code="weights_refused", param="model_path")
-        if message.abort_all_requests:
-            ended = messages.AbortRequest(abort_all=True, message="the weights were updated")
-            self._core.scheduler.handle(ended)
-        if give_up_kv is not None:
-            give_up_kv()
-        self._core.executor.renew_store_keys(keeps_kv=give_up_kv is None)
-        self._core.change_info(model_path=path)
-        text = f"serving the weights in {path!r}"
-        return answer(message, calls.WeightsUpdated(True, text, num_running))
+    def update_from_disk(self, message: messages.UpdateWeightsFromDisk) -> Reply:
+        return self.updates.from_disk(message)
 
-    def _give_up_kv(self) -> None:
-        """Retract all requests and empty all caches, since their KV belongs to the old weights."""
-        self._core.scheduler.handle(RetractAll())
-        self._core.empty_caches()
+    def update_from_tensors(self, message: messages.UpdateWeightsFromTensor) -> Reply | None:
+        return self.updates.from_tensors(message)
+
+    def release_memory(self, message: messages.ReleaseMemory) -> Reply:
+        return self.updates.release(message)
+
+    def resume_memory(self, message: messages.ResumeMemory) -> Reply:
+        return self.updates.resume(message)
 
     def set_settings(self, message: messages.SetInternalState) -> Reply:
         """Change all settings in `message`, or none if any of them is refused."""
@@ -353,14 +328,3 @@ def _checked(name: str, value: Any) -> Any:
     if not is_kind or kind(value) != value:
         raise ValueError(f"{name} must be {_WORDS[kind]}, got {value!r}")
     return kind(value)
-
-
-def answer(message: Any, data: Any) -> Reply:
-    """Return the reply to a successful call. A dictionary of builtins as `data` is not copied."""
-    builtins = data if isinstance(data, dict) else msgspec.to_builtins(data)
-    return Reply(rid=message.rid, ok=True, data=builtins)
-
-
-def refusal(message: Any, why: str, **data: Any) -> Reply:
-    """Return the reply to a refused call, with the reason `why` and `Reply.data` from `data`."""
-    return Reply(rid=message.rid, ok=False, message=why, data=data)

@@ -25,11 +25,12 @@ from sgl_jax.core.messages import (
 from sgl_jax.core.progress import Progress
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import Channel
-from sgl_jax.engine.loop.controls import NOT_AWAITED, Controls, refusal
+from sgl_jax.engine.loop.controls import NOT_AWAITED, Controls
 from sgl_jax.engine.loop.decode_steps import DecodeStepChoice
 from sgl_jax.engine.loop.kv_events import KVEventsConfig, open_kv_events
 from sgl_jax.engine.loop.memory_audit import BackgroundAudit, DefectRecord
 from sgl_jax.engine.loop.offload_transfers import OffloadTransfers
+from sgl_jax.engine.loop.replies import refusal
 from sgl_jax.engine.loop.request_grammars import RequestGrammars
 from sgl_jax.engine.loop.request_stamps import RequestStamps
 from sgl_jax.engine.loop.saved_cache import CacheSaver
@@ -91,6 +92,7 @@ class EngineCore:
             "max_request_tokens": sizes.max_request_tokens,
             "max_running_requests": sizes.dp_size * (sizes.num_rows - 1),
             "is_paused": False,
+            "weight_version": args.weight_version,
             "failed_steps": 0,  # in a row
         }
         compiler = GrammarCompiler(
@@ -202,6 +204,8 @@ class EngineCore:
                         self._transfer(self._transfers.move)
                     if self._controls.flushes.calls:
                         self._controls.flushes.answer_all(channel.send, _REBUILT)
+                    if self._controls.updates.stagings:
+                        self._controls.updates.answer_ended()
                     if self._saver is not None:
                         self._saver.save_if_due(now_s)
                     if self.steps.run_next():
@@ -228,6 +232,7 @@ class EngineCore:
 
     def _close(self) -> None:
         try:
+            self._controls.updates.close()
             self._grammars.queue.close()
             if self._kv_events is not None:
                 self._kv_events.close()
@@ -240,7 +245,8 @@ class EngineCore:
     def _is_moving(self) -> bool:
         """Return whether background work may end soon while no step can be planned."""
         is_restoring = self._saver is not None and self.scheduler.is_restoring
-        return is_restoring or bool(self._controls.flushes.calls) or self._grammars.is_busy
+        is_busy = bool(self._controls.updates.stagings) or self._grammars.is_busy
+        return is_restoring or bool(self._controls.flushes.calls) or is_busy
 
     def _look_for_programs(self) -> None:
         end = self.executor.background_end()
@@ -343,11 +349,10 @@ class EngineCore:
             if self.scheduler.has_outputs:
                 self.channel.send(self.scheduler.handle(events.TakeOutputs()))
 
-    def empty_caches(self) -> None:
-        """Empty the prefix caches and give up pending writes to the store. No request may run."""
+    def give_up_store_writes(self) -> None:
+        """Give up pending writes of prefixes to the store."""
         if self._transfers is not None:
             self._transfer(self._transfers.give_up_puts)
-        self.scheduler.handle(events.Flush())
 
     def state(self) -> dict[str, Any]:
         """Return `Scheduler.rank_states`, and counters since the start."""

@@ -37,12 +37,17 @@ def weights_fingerprint(weights: Sequence[jax.Array]) -> str:
     The devices compute two sums of each array's elements modulo 2**32, weighted by position. The
     result is a BLAKE2b hash of shapes, dtypes and sums.
     """
-    sums = jax.jit(lambda arrays: [_sums(array) for array in arrays])(list(weights))
+    sums = _all_sums(list(weights))
     digest = hashlib.blake2b(digest_size=16)
     for array, own in zip(weights, sums, strict=True):
         digest.update(f"{array.dtype} {array.shape}".encode())
         digest.update(np.asarray(own).tobytes())
     return digest.hexdigest()
+
+
+@jax.jit
+def _all_sums(arrays: list[jax.Array]) -> list[jax.Array]:
+    return [_sums(array) for array in arrays]
 
 
 def _sums(array: jax.Array) -> jax.Array:

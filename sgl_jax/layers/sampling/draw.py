@@ -6,8 +6,8 @@ from jax import lax
 
 from sgl_jax.layers.mesh_axes import any_over_data, join_shares, own_share
 from sgl_jax.layers.sampling.logprobs import LogprobArrays, no_logprobs, token_logprobs
-from sgl_jax.layers.sampling.row_params import SampledRows, unpack_row_params
-from sgl_jax.layers.sampling.sample import is_elaborate, sample_tokens
+from sgl_jax.layers.sampling.row_params import RowParams, SampledRows, unpack_row_params
+from sgl_jax.layers.sampling.sample import given_logits, is_elaborate, sample_tokens
 from sgl_jax.layers.sampling.split_logits import SplitLogits
 
 
@@ -63,8 +63,12 @@ def draw_tokens(
     return drawn
 
 
-def score_tokens(logits: SplitLogits, tokens: jax.Array, ids: jax.Array) -> LogprobArrays:
-    """Return `token_logprobs`, equal on all tensor chips."""
-    scored = token_logprobs(logits.whole_rows(), own_share(tokens), own_share(ids))
+def score_tokens(logits: SplitLogits, tokens: jax.Array, params: RowParams) -> LogprobArrays:
+    """Return `token_logprobs` of given tokens and of `params.logprob_ids`, equal on all tensor
+    chips, of the distributions that `params.prompt_logprobs_mode` names."""
+    own: RowParams = jax.tree.map(own_share, params)
+    scored = token_logprobs(
+        given_logits(logits.whole_rows(), own), own_share(tokens), own.logprob_ids
+    )
     joined: LogprobArrays = jax.tree.map(lambda share: join_shares(share, tokens.shape[0]), scored)
     return joined

@@ -26,6 +26,7 @@ class RowParams(NamedTuple):
     min_new_tokens: jax.Array  # int32[n]
     top_k: jax.Array  # int32[n], 0 keeps all
     logprobs_mode: jax.Array  # int32[n], index in LOGPROBS_MODES
+    prompt_logprobs_mode: jax.Array  # int32[n], likewise, of the prompt's tokens
     temperature: jax.Array  # float32[n], 0 is greedy
     top_p: jax.Array  # float32[n], 1 keeps all
     min_p: jax.Array  # float32[n], 0 keeps all
@@ -38,7 +39,7 @@ class RowParams(NamedTuple):
     stop_ids: jax.Array  # int32[n, max_stop_ids], NO_TOKEN where unused
 
 
-_NUM_INTS, _NUM_SCALARS = 6, 12  # in `RowParams`: integers, then floats, then lists
+_NUM_INTS, _NUM_SCALARS = 7, 13  # in `RowParams`: integers, then floats, then lists
 _INT_FIELDS = RowParams._fields[:_NUM_INTS]
 _FLOAT_FIELDS = RowParams._fields[_NUM_INTS:_NUM_SCALARS]
 _BIAS_IDS = slice(_NUM_SCALARS, _NUM_SCALARS + MAX_LOGIT_BIAS)
@@ -76,6 +77,7 @@ def pack_row_params(admission: RowAdmission, max_stop_ids: int) -> Int32Array:
         sampling.min_new_tokens,
         min(max(sampling.top_k, 0), NO_TOKEN),
         LOGPROBS_MODES.index(admission.logprobs_mode),
+        LOGPROBS_MODES.index(admission.prompt_logprobs_mode),
     )
     floats = packed[_NUM_INTS:_NUM_SCALARS].view(np.float32)
     floats[:] = [getattr(sampling, name) for name in _FLOAT_FIELDS]

@@ -32,6 +32,7 @@ from sgl_jax.layers.sampling.race import (
 )
 from sgl_jax.layers.sampling.row_params import RowParams, SampledRows
 
+_RAW = LOGPROBS_MODES.index("raw")
 BLOCK_ROWS = 16  # rows for which changed logits and noise are held at once
 
 
@@ -177,7 +178,7 @@ def _reported(
     mode "processed", without the tokens whose weight is below the row's `threshold`. Rows that are
     not `random` have neither temperature nor filters.
     """
-    is_raw = params.logprobs_mode == LOGPROBS_MODES.index("raw")
+    is_raw = params.logprobs_mode == _RAW
     divisor = jnp.where(random & ~is_raw, params.temperature, 1.0)
     logits = jnp.where(is_raw[:, None], unmasked, changed) / divisor[:, None]
     weights = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
@@ -185,6 +186,31 @@ def _reported(
     # The weights may differ from those that were drawn from in the last bit.
     is_dropped = weights < (threshold * (1 - 1e-6))[:, None]
     return jnp.where(is_filtered[:, None] & is_dropped, -jnp.inf, logits)
+
+
+def given_logits(logits: jax.Array, params: RowParams) -> jax.Array:
+    """Return the logits float32[n, vocab] of the distributions that rows report for given tokens:
+    as for drawn tokens in `prompt_logprobs_mode`, but without penalties and bias."""
+    params = params._replace(logprobs_mode=params.prompt_logprobs_mode)
+    random = params.temperature > 0.0
+
+    def change() -> jax.Array:
+        threshold = keep_threshold(
+            _weights(logits, params.temperature, random)[0], *_filters(params, random)
+        )
+        return _reported(logits, logits, params, random, threshold)
+
+    changed: jax.Array = lax.cond(jnp.any(params.logprobs_mode != _RAW), change, lambda: logits)
+    return changed
+
+
+def _filters(params: RowParams, random: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the rows' top_k, top_p and min_p, without effect if they are not `random`."""
+    return (
+        jnp.where(random, params.top_k, 0),
+        jnp.where(random, params.top_p, 1.0),
+        jnp.where(random, params.min_p, 0.0),
+    )
 
 
 def _draw(
@@ -196,11 +222,8 @@ def _draw(
     filters keep, both float32[n].
     """
     vocab = logits.shape[1]
-    top_k = jnp.where(random, params.top_k, 0)
-    top_p = jnp.where(random, params.top_p, 1.0)
-    min_p = jnp.where(random, params.min_p, 0.0)
     weights, largest = _weights(logits, params.temperature, random)
-    threshold = keep_threshold(weights, top_k, top_p, min_p)
+    threshold = keep_threshold(weights, *_filters(params, random))
     strips = [jnp.where(strip >= threshold[:, None], strip, 0.0) for strip in split_strips(weights)]
     seeds = jnp.stack([params.seed_high, params.seed_low], axis=1)
     drawn = jnp.minimum(race(strips, seeds, positions), vocab - 1)

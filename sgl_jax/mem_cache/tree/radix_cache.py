@@ -282,6 +282,13 @@ class RadixCache:
         self.tree.withdraw(_contiguous(tokens), namespace, length // page_size * page_size)
         self.tree.settle()
 
+    def withdraw_all(self) -> None:
+        """Withdraw all prefixes. Their pages are freed once no lease locks them."""
+        for top in list(self.tree.root.children.values()):
+            if not top.is_withdrawn:
+                self.tree.withdraw(top.key, top.namespace, 0)
+        self.tree.settle()
+
     def _lock(self, node: TreeNode, first_pages: FirstPages = None) -> None:
         self.num_locks += 1
         self.num_locked_tokens += node.end

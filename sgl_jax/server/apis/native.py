@@ -39,7 +39,9 @@ NativeLogprob = tuple[float | None, int, str | None]  # log-probability, token i
 
 
 class MetaInfo(Struct, frozen=True):
-    """Facts of an answer in addition to its text. `e2e_latency` in seconds, at the end."""
+    """Facts of an answer in addition to its text. At the end, `e2e_latency` is in seconds,
+    `weight_versions` has the first token of each version of the weights, and `has_old_kv` is true
+    if KV of earlier weights was kept."""
 
     id: str
     prompt_tokens: int
@@ -47,7 +49,10 @@ class MetaInfo(Struct, frozen=True):
     cached_tokens: int
     finish_reason: dict[str, int | str | None] | None
     dp_rank: int
+    weight_version: str  # of the last token
     e2e_latency: float | UnsetType = UNSET
+    weight_versions: list[tuple[int, str]] | UnsetType = UNSET
+    has_old_kv: bool | UnsetType = UNSET
     output_token_logprobs: list[NativeLogprob] | UnsetType = UNSET
     output_top_logprobs: list[list[NativeLogprob] | None] | UnsetType = UNSET
     output_token_ids_logprobs: list[list[NativeLogprob] | None] | UnsetType = UNSET
@@ -315,7 +320,10 @@ def describe(stream: RequestStream, chunk: Chunk, **logprobs: Any) -> MetaInfo:
         cached_tokens=stream.cached_tokens,
         finish_reason=reason,
         dp_rank=stream.dp_rank,
+        weight_version=stream.weight_versions[-1][1],
         e2e_latency=UNSET if finish is None else stream.e2e_latency_s,
+        weight_versions=UNSET if finish is None else stream.weight_versions,
+        has_old_kv=True if finish is not None and stream.has_old_kv else UNSET,
         **logprobs,
     )
 

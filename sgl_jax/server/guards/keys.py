@@ -23,12 +23,21 @@ from sgl_jax.server.references import references_of
 
 # Routes that show the requests, sessions and prefixes of all clients.
 _VIEW_PATHS = frozenset({"/memory/hello", "/memory/events", "/memory/find", "/memory/page"})
+# Routes of trainers that no record of a call has (`admin.weight_routes`).
+WEIGHT_PATHS = (
+    "/update_weights_from_tensor",
+    "/init_weights_update_group",
+    "/destroy_weights_update_group",
+    "/update_weights_from_distributed",
+    "/update_weights_from_ipc",
+)
 # Routes of operators, and the routes above.
 ADMIN_PATHS = frozenset(
     {
         "/get_server_info",
         "/server_info",
         *_VIEW_PATHS,
+        *WEIGHT_PATHS,
         *(call.route for call in CALL_OF.values() if call.is_admin and call.route),
     }
 )

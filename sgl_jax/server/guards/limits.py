@@ -15,7 +15,10 @@ MAX_FIELDS = 256  # in an object with fixed fields
 _MIB = 2**20
 _MOST_BYTES_PER_CHAR = 6  # a character as \uXXXX
 _LONG_BODY_PATHS = frozenset(
-    {"/generate", "/v1/completions", "/tokenize", "/detokenize", "/score", "/v1/score"}
+    {
+        *("/generate", "/v1/completions", "/tokenize", "/detokenize", "/score", "/v1/score"),
+        "/score_tokens",
+    }
 )
 _CHAT_PATHS = frozenset(
     {"/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"}
@@ -55,13 +58,16 @@ class Limits:
     # Bodies, after the key is checked
     max_body_bytes: int = _limit(
         ServerArgs.max_body_bytes,
-        "bytes of a body of `/generate`, `/v1/completions`, `/tokenize`, `/detokenize` and "
-        "`/v1/score` (413)",
+        "bytes of a body of `/generate`, `/v1/completions`, `/tokenize`, `/detokenize`, "
+        "`/v1/score` and `/score_tokens` (413)",
     )
     max_chat_body_bytes: int = _limit(
         ServerArgs.max_body_bytes,
         "bytes of a body of `/v1/chat/completions`, `/v1/responses` and `/v1/messages` (413): 1 "
         "MiB and 6 for each of `max_prompt_chars`, at most `max_body_bytes`",
+    )
+    max_weight_body_bytes: int = _limit(
+        128 * _MIB, "bytes of a body of `/update_weights_from_tensor` (413)"
     )
     max_control_body_bytes: int = _limit(65_536, "bytes of a body of any other route (413)")
     max_held_body_bytes: int = _limit(
@@ -115,6 +121,8 @@ class Limits:
             most = self.max_body_bytes
         elif path in _CHAT_PATHS:
             most = self.max_chat_body_bytes
+        elif path == "/update_weights_from_tensor":
+            most = self.max_weight_body_bytes
         return min(most, self.max_held_body_bytes)
 
     def text_seconds(self, num_chars: int) -> float:

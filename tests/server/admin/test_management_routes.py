@@ -20,6 +20,7 @@ from sgl_jax.core.messages import (
     PauseGeneration,
     StartProfile,
     UpdateWeightsFromDisk,
+    UpdateWeightsFromTensor,
 )
 from sgl_jax.core.progress import PhaseReport
 from sgl_jax.engine.front.health import EngineHealth
@@ -398,6 +399,24 @@ async def test_the_model_info_tells_which_weights_are_served(rig: Rig) -> None:
         assert (await rig.http.get(path)).json()["model_path"] == "/models/next"
     missing = await rig.http.post("/update_weights_from_disk", json={})
     assert missing.json()["error"]["param"] == "model_path"
+
+
+async def test_tensors_come_in_a_body_and_their_settings_in_the_url(rig: Rig) -> None:
+    path = "/update_weights_from_tensor"
+    asked = {"weight_version": "7", "mode": "chunked", "keep_cache": "true", "is_last": "true"}
+    taken = await rig.http.post(path, params=asked, content=b"tensors")
+    assert taken.json()["success"]
+    (sent,) = (m for m in rig.engine.seen if isinstance(m, UpdateWeightsFromTensor))
+    assert (sent.tensors, sent.weight_version, sent.mode) == (b"tensors", "7", "chunked")
+    assert (sent.keep_cache, sent.is_first, sent.is_last) == (True, False, True)
+    refused = {
+        "mode": await rig.http.post(path, params={"mode": "gently"}, content=b""),
+        "pickled tensors": await rig.http.post(path, json={"serialized_named_tensors": ["x"]}),
+        "in bodies": await rig.http.post("/init_weights_update_group", json={"world_size": 2}),
+    }
+    for why, answer in refused.items():
+        assert answer.status_code == 400
+        assert why in answer.text
 
 
 async def test_settings_that_were_changed_are_told(rig: Rig) -> None:

@@ -1,0 +1,51 @@
+"""Names of trainers' parameters, and the tensors of a Hugging Face checkpoint that they are.
+
+tunix stores a projection as [inputs, heads, head size] or [inputs, outputs], and the experts of a
+layer as one array; a checkpoint has matrices [outputs, inputs], one per expert.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from sgl_jax.checkpoint.array_tensors import Flat, Transposed
+
+
+class _Rule(NamedTuple):
+    pattern: str
+    name: str
+    num_inputs: int | None  # leading axes of a matrix that are inputs; None: not a matrix
+
+
+_LAYER, _OWN = r"(?:model\.)?layers\.(\d+)\.", r"model.layers.\1."
+_RULES = (
+    _Rule(r"embedder\.input_embedding", "model.embed_tokens.weight", None),
+    _Rule(r"final_norm\.w", "model.norm.weight", None),
+    _Rule(r"lm_head\.w", "lm_head.weight", 1),
+    _Rule(_LAYER + r"attn\.([qkv])_proj\.w", _OWN + r"self_attn.\2_proj.weight", 1),
+    _Rule(_LAYER + r"attn\.([qkv])_bias", _OWN + r"self_attn.\2_proj.bias", None),
+    _Rule(_LAYER + r"attn\.o_proj\.w", _OWN + "self_attn.o_proj.weight", 2),
+    _Rule(_LAYER + r"attn\.([qk])_norm\.w", _OWN + r"self_attn.\2_norm.weight", None),
+    _Rule(_LAYER + r"(\w+_layernorm)\.w", _OWN + r"\2.weight", None),
+    _Rule(_LAYER + r"mlp\.(\w+_proj)\.kernel", _OWN + r"mlp.\2.weight", 1),
+    _Rule(_LAYER + r"mlp\.router\.kernel", _OWN + "mlp.gate.weight", 1),
+    _Rule(_LAYER + r"mlp\.(\w+_proj)", _OWN + r"mlp.experts.{}.\2.weight", 1),
+)
+
+
+def as_checkpoint_tensors(name: str, array: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a trainer's parameter as tensors of a checkpoint; a name of none of its as it is."""
+    for rule in _RULES:
+        match = re.fullmatch(rule.pattern, name)
+        if match is None:
+            continue
+        own = match.expand(rule.name)
+        if rule.num_inputs is None:
+            yield own, Flat(array) if own.endswith(".bias") else array
+        elif "{}" in own:
+            for expert in range(array.shape[0]):
+                yield own.format(expert), Transposed(array, rule.num_inputs, expert)
+        else:
+            yield own, Transposed(array, rule.num_inputs)
+        return
+    yield name, array

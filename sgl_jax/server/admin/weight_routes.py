@@ -1,0 +1,73 @@
+"""Routes of weights that trainers send: tensors in a body, and the ways that are refused."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request, Response
+
+from sgl_jax.core.calls import WeightsUpdated
+from sgl_jax.core.messages import CALL_OF, MAX_VERSION_CHARS, UpdateMode, UpdateWeightsFromTensor
+from sgl_jax.server.admin.openapi import answers
+from sgl_jax.server.answer_stream import json_response
+from sgl_jax.server.engine_calls import call_engine, refused
+from sgl_jax.server.errors import ApiError
+from sgl_jax.server.guards.keys import WEIGHT_PATHS
+from sgl_jax.server.references import references_of
+
+router = APIRouter(tags=["management"])
+_REFUSED = (
+    "weights do not come over a group of processes: send them in bodies to "
+    "/update_weights_from_tensor, write a folder for /update_weights_from_disk, or call "
+    "Engine.update_weights in one process"
+)
+
+
+@router.post(WEIGHT_PATHS[0], responses=answers(WeightsUpdated))
+async def update_weights_from_tensor(
+    request: Request,
+    weight_version: Annotated[
+        str, Query(max_length=MAX_VERSION_CHARS, description="label in answers")
+    ] = "",
+    mode: UpdateMode = "staged",
+    is_first: bool = False,
+    is_last: bool | None = None,
+    keep_cache: bool = False,
+    flush_cache: bool = True,
+    abort_all_requests: bool = False,
+) -> Response:
+    """Take tensors of new weights: the body is a safetensors file, with the names of a checkpoint.
+
+    `name#100` are the rows of a tensor from 100 on. The weights are served once all have arrived,
+    in any number of calls.
+    """
+    if request.headers.get("content-type", "").partition(";")[0].endswith("json"):
+        raise ApiError(
+            400,
+            "send the bytes of a safetensors file, with application/octet-stream, and the other "
+            "fields in the URL: pickled tensors in JSON are not read",
+            code="not_safetensors",
+        )
+    message = UpdateWeightsFromTensor(
+        tensors=await request.body(),
+        weight_version=weight_version,
+        mode=mode,
+        is_first=is_first,
+        is_last=is_last,
+        keep_cache=keep_cache,
+        abort_all_requests=abort_all_requests,
+    )
+    refs = references_of(request)
+    timeout_s = CALL_OF[UpdateWeightsFromTensor].timeout_s
+    reply = await call_engine(refs, message, timeout_s, is_patient=True)
+    if reply.ok:
+        return json_response(reply.data)
+    refs.frontend.check_alive()
+    raise refused(reply, reply.message)
+
+
+async def refuse_group(request: Request) -> Response:
+    """Refuse an update over a group of processes, with the reason."""
+    raise ApiError(400, _REFUSED, code="not_supported")
+
+
+for _path in WEIGHT_PATHS[1:]:
+    router.add_api_route(_path, refuse_group, methods=["POST"], responses=answers())

@@ -1,0 +1,186 @@
+"""Weights from arrays are bit for bit the weights of the same tensors in files."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.nnx.traversals import flatten_mapping
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from safetensors.numpy import save
+
+from sgl_jax.checkpoint.array_tensors import read_safetensors
+from sgl_jax.checkpoint.arriving import ArrivingWeights
+from sgl_jax.checkpoint.errors import CheckpointError
+from sgl_jax.checkpoint.loading import detect_format, load_params
+from sgl_jax.checkpoint.tensor_files import TensorFiles
+from sgl_jax.checkpoint.trainer_names import as_checkpoint_tensors
+from sgl_jax.models.config import ModelConfig
+from sgl_jax.models.decoder import BuildOptions
+from sgl_jax.models.placement import PlacedModel, place_model
+from tests.checkpoint.test_loading import GOLDEN, assert_same
+from tests.support.long import long
+
+FAMILIES = ["qwen3", "qwen3_moe_mixed", "qwen3_next", "quantized/ct_int8_mixed"]
+OTHERS = ["llama", "qwen2", "gemma3", "gpt_oss_mxfp4", "deepseek_v3", "qwen3_5_moe", "mistral"]
+
+
+def mesh_of(first: int, *shape: int) -> Mesh:
+    devices = jax.devices()[first : first + int(np.prod(shape))]
+    return Mesh(np.array(devices).reshape(shape), ("data", "tensor"))
+
+
+def placed_on(folder: Path, mesh: Mesh, quantization: str = "none") -> PlacedModel:
+    config = ModelConfig.from_path(folder).quantized(quantization)
+    separates = mesh.devices.size == 1
+    return place_model(config, mesh, BuildOptions(jnp.float32, separates_layers=separates))
+
+
+def tensors_of(folder: Path) -> dict[str, Any]:
+    with TensorFiles(folder) as files:
+        return {name: files.read(name, ()) for name in files.shapes}
+
+
+def made(placed: PlacedModel, *updates: dict[str, Any]) -> dict[Any, Any]:
+    arriving = ArrivingWeights(placed, check_all=False)
+    params = {}
+    for tensors in updates:
+        arriving.add(tensors)
+        params |= {path: arriving.make(path) for path in arriving.ready()}
+    arriving.check_complete()
+    assert arriving.is_complete
+    return params
+
+
+def flat(params: dict[Any, Any]) -> dict[Any, Any]:
+    """Give each layer of a tuple its own entry."""
+    leaves = {path: own if isinstance(own, tuple) else (own,) for path, own in params.items()}
+    return {(*path, i): each for path, own in leaves.items() for i, each in enumerate(own)}
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *long(*OTHERS)])
+def test_tensors_in_any_order_and_bucket_make_the_parameters_of_the_files(family: str) -> None:
+    placed = placed_on(GOLDEN / family, mesh_of(0, 1, 1))
+    tensors = tensors_of(GOLDEN / family)
+    names = sorted(tensors, reverse=True)
+    half = len(names) // 2
+    buckets = [{name: tensors[name] for name in own} for own in (names[:half], names[half:])]
+    expected = flatten_mapping(load_params(placed, GOLDEN / family, detect_format(GOLDEN / family)))
+    assert_same(flat(made(placed, *buckets)), flat(expected))
+
+
+def test_floats_are_quantized_as_at_load() -> None:
+    folder = GOLDEN / "qwen3"
+    placed = placed_on(folder, mesh_of(0, 1, 1), "int8")
+    expected = flatten_mapping(load_params(placed, folder, "safetensors"))
+    assert_same(flat(made(placed, tensors_of(folder))), flat(expected))
+
+
+def test_a_large_tensor_may_arrive_in_pieces_of_rows() -> None:
+    placed = placed_on(GOLDEN / "qwen3", mesh_of(0, 1, 1))
+    tensors = tensors_of(GOLDEN / "qwen3")
+    expected = made(placed, dict(tensors))
+    name = "model.embed_tokens.weight"
+    table = tensors.pop(name)
+    cut = -(-len(table) // 3)
+    pieces = [{f"{name}#{first}": table[first : first + cut]} for first in (cut, 0, 2 * cut)]
+    assert_same(flat(made(placed, tensors, *pieces)), flat(expected))
+    with pytest.raises(CheckpointError, match=r"embed_tokens.weight is missing"):
+        made(placed, tensors, *pieces[1:])
+    with pytest.raises(CheckpointError, match="is unexpected"):
+        made(placed, {"own#0": table})
+
+
+@pytest.mark.parametrize("engine", [(0, 1, 2), (2, 1, 2), (0, 2, 2)])
+def test_arrays_of_another_mesh_arrive_unchanged_and_as_copies(engine: tuple[int, ...]) -> None:
+    """Donation of the trainer's arrays deletes none of the engine's."""
+    folder = GOLDEN / "qwen3"
+    trainer = mesh_of(0, 2, 1) if engine == (2, 1, 2) else mesh_of(0, 2, 2)
+    arrays = {}
+    for name, tensor in tensors_of(folder).items():
+        spec = P("data", "tensor") if tensor.ndim == 2 else P("data")
+        arrays[name] = jax.device_put(tensor, NamedSharding(trainer, spec))
+    placed = placed_on(folder, mesh_of(*engine))
+    params = made(placed, arrays)
+    for array in arrays.values():
+        array.delete()
+    expected = flatten_mapping(load_params(placed, folder, "safetensors"))
+    assert_same(flat(params), flat(expected))
+    assert all(params[path].sharding == own.array.sharding for path, own in placed.declared.items())
+
+
+def as_tunix(name: str, tensor: Any) -> tuple[str, Any]:
+    """Return a tensor of the qwen3 models as tunix holds it, by its Qwen3 model."""
+    *_, module, _ = name.split(".")
+    layer = f"layers.{name.split('.')[2]}." if ".layers." in name else ""
+    if module in ("q_proj", "k_proj", "v_proj"):
+        return f"{layer}attn.{module}.w", tensor.T.reshape(tensor.shape[1], -1, 32)
+    if module == "o_proj":
+        return f"{layer}attn.o_proj.w", tensor.T.reshape(-1, 32, tensor.shape[0])
+    if module in ("q_norm", "k_norm"):
+        return f"{layer}attn.{module}.w", tensor
+    if module.endswith("_layernorm"):
+        return f"{layer}{module}.w", tensor
+    if module == "gate":
+        return f"{layer}mlp.router.kernel", tensor.T
+    if module.endswith("_proj"):
+        return f"{layer}mlp.{module}.kernel", tensor.T
+    top = {"norm": "final_norm.w", "embed_tokens": "embedder.input_embedding"}
+    return (top[module], tensor) if module in top else ("lm_head.w", tensor.T)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_a_trainers_names_and_shapes_are_those_of_a_checkpoint(family: str) -> None:
+    tensors = tensors_of(GOLDEN / family)
+    experts: dict[str, list[Any]] = {}
+    held = {}
+    for name in sorted(tensors):
+        if ".experts." in name:
+            layer, (_, own, _) = name.split(".")[2], name.split(".experts.")[1].split(".")
+            experts.setdefault(f"layers.{layer}.mlp.{own}", []).append(tensors[name].T)
+        else:
+            own, array = as_tunix(name, tensors[name])
+            held[own] = jnp.asarray(array)
+    held |= {name: jnp.stack(own) for name, own in experts.items()}
+    found = dict(each for own in held for each in as_checkpoint_tensors(own, held[own]))
+    placed = placed_on(GOLDEN / family, mesh_of(0, 1, 1))
+    assert_same(flat(made(placed, found)), flat(made(placed, tensors)))
+
+
+def test_what_cannot_be_taken_is_named() -> None:
+    folder = GOLDEN / "qwen3"
+    placed, tensors = placed_on(folder, mesh_of(0, 1, 1)), tensors_of(folder)
+    norm = tensors["model.norm.weight"]
+    wrong = {
+        "shape [63] instead of [64]": {"model.norm.weight": norm[:-1]},
+        "has type F8_E4M3": {"model.norm.weight": norm.astype(jnp.float8_e4m3fn)},
+        "has type complex64": {"model.norm.weight": norm.astype(np.complex64)},
+        "own.weight is unexpected": {"own.weight": norm},
+        "no finite numbers": tensors | {"model.norm.weight": norm * np.nan},
+        "model.norm.weight is missing": {
+            name: own for name, own in tensors.items() if name != "model.norm.weight"
+        },
+    }
+    for why, update in wrong.items():
+        with pytest.raises(CheckpointError) as error:
+            made(placed, update)
+        assert why in str(error.value)
+    with pytest.raises(CheckpointError, match="arrived twice"):
+        made(placed, {"model.norm.weight": norm}, {"model.norm.weight": norm})
+    gone = jnp.ones(64)
+    gone.delete()
+    with pytest.raises(CheckpointError, match="deleted or donated"):
+        made(placed, tensors | {"model.norm.weight": gone})
+
+
+def test_a_body_of_safetensors_is_read_without_a_copy() -> None:
+    tensors = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(3, jnp.bfloat16)}
+    found = read_safetensors(save(tensors))
+    assert_same(found, tensors)
+    assert found["b"].dtype == jnp.bfloat16
+    for body in (b"", b"\x80\x04K\x01.", save(tensors)[:-1]):
+        with pytest.raises(CheckpointError, match="not a safetensors file"):
+            read_safetensors(body)

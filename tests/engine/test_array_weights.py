@@ -1,0 +1,317 @@
+"""A trainer's arrays become the weights of a running engine, all or none."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from flax.nnx.traversals import unflatten_mapping
+from safetensors.numpy import save
+
+from sgl_jax import Engine
+from sgl_jax.checkpoint.arriving import ArrivingWeights
+from sgl_jax.checkpoint.tensor_files import TensorFiles
+from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.messages import UpdateWeightsFromDisk, UpdateWeightsFromTensor
+from tests.support.long import long
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3"
+PROMPTS = [[5, 6, 7], [9] * 20]
+MODES: Any = ["staged", "chunked"]
+
+
+@pytest.fixture(scope="module")
+def old() -> dict[str, Any]:
+    with TensorFiles(GOLDEN) as files:
+        return {name: files.read(name, ()) for name in files.shapes}
+
+
+@pytest.fixture(scope="module")
+def new(old: dict[str, Any]) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    return {
+        name: tensor + rng.normal(0, 0.05, tensor.shape).astype(tensor.dtype)
+        for name, tensor in old.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[Engine]:
+    sizes = {"context_length": 128, "max_total_tokens": 512, "chunked_prefill_size": 32}
+    with Engine(
+        model_path=str(GOLDEN), device="cpu", page_size=4, max_running_requests=8, **sizes
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(started: Engine) -> Engine:
+    started._checked_call(UpdateWeightsFromDisk(model_path=str(GOLDEN)))
+    return started
+
+
+def outputs(engine: Engine) -> list[list[int]]:
+    sampling = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+    return [each.output_ids for each in engine.generate(PROMPTS, sampling)]
+
+
+def bits(engine: Engine) -> list[Any]:
+    return [np.array(array) for array in engine._core.executor.weights.arrays]
+
+
+@pytest.fixture(scope="module")
+def of_new(started: Engine, new: dict[str, Any]) -> tuple[list[Any], list[list[int]]]:
+    """The parameters and outputs of the new weights, in the first way."""
+    started.update_weights(new, version="new")
+    return bits(started), outputs(started)
+
+
+def num_compiled(engine: Engine) -> int:
+    """Return the compilations of this process on other threads than the one in the background."""
+    count: int = engine.server_info()["counters"]["compiles_after_ready"]
+    return count
+
+
+def as_state(tensors: dict[str, Any]) -> nnx.State[Any, Any]:
+    """Return the tree of nested names that a trainer's model has."""
+    params = {tuple(name.split(".")): nnx.Param(own) for name, own in tensors.items()}
+    return nnx.State(unflatten_mapping(params))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("form", [dict, as_state, lambda tensors: iter(tensors.items())])
+def test_outputs_are_of_the_arrays_and_nothing_compiles(
+    engine: Engine,
+    old: dict[str, Any],
+    new: dict[str, Any],
+    of_new: tuple[list[Any], list[list[int]]],
+    mode: Any,
+    form: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sgl_jax.engine.weight_trees._BUCKET_BYTES", 4096)
+    of_old = outputs(engine)
+    assert of_old != of_new[1]
+    held = {name: jax.device_put(tensor) for name, tensor in new.items()}
+    before = num_compiled(engine)
+    engine.update_weights(form(held), version="1", mode=mode)
+    assert num_compiled(engine) == before
+    for array in held.values():
+        array.delete()  # as donation does
+    assert outputs(engine) == of_new[1]
+    for found, expected in zip(bits(engine), of_new[0], strict=True):
+        np.testing.assert_array_equal(found, expected)
+    assert engine.info["weight_version"] == "1"
+    engine.update_weights(old, version="0", mode=mode)
+    assert outputs(engine) == of_old
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("keep_cache", [False, True])
+def test_no_request_uses_kv_of_other_weights(
+    engine: Engine, new: dict[str, Any], of_new: Any, mode: Any, keep_cache: bool
+) -> None:
+    """Neither of ended requests nor of those that go on with it."""
+    outputs(engine)
+    # A request that is retracted computes its prompt again, and may share that.
+    prompt = PROMPTS[1] if keep_cache else [8] * 20
+    running = engine.stream(prompt, {"max_new_tokens": 90, "ignore_eos": True})
+    next(running)
+    engine.update_weights(new, version="new", mode=mode, keep_cache=keep_cache)
+    sampling = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+    answers = engine.generate(PROMPTS, sampling, return_logprob=True)
+    assert [each.output_ids for each in answers] == of_new[1]
+    assert [each.cached_tokens for each in answers] == [0, 0]
+    assert [each.weight_versions for each in answers] == [((0, "new"),)] * 2
+    assert not any(each.has_old_kv for each in answers)
+    *_, last = running
+    assert last.has_old_kv == keep_cache
+    assert len(last.output_ids) == 90
+
+
+def test_streams_go_on_over_an_update_and_say_which_tokens_are_of_which_weights(
+    engine: Engine, new: dict[str, Any]
+) -> None:
+    def count(name: str) -> int:
+        counted: int = engine.server_info()["counters"][name]
+        return counted
+
+    sampling = {"max_new_tokens": 56, "temperature": 0.0, "ignore_eos": True}
+    before, retracted = count("generated_tokens"), count("requests_retracted")
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(engine.generate, [[5 + i, 6, 7] for i in range(8)], sampling)
+        while count("generated_tokens") < before + 8 * 10:
+            assert not ended.done()
+        engine.update_weights(new, version="new", keep_cache=True)
+        answers = ended.result(60)
+    for each in answers:
+        (first, _), (start, version) = each.weight_versions
+        assert (first, version) == (0, "new")
+        assert 8 <= start < 56
+        assert len(each.output_ids) == 56
+        assert each.has_old_kv
+    assert count("requests_retracted") == retracted
+
+
+def test_a_flush_empties_the_cache_after_every_pause(engine: Engine) -> None:
+    for mode in ("in_place", "retract", "abort"):
+        whole = engine.generate([PROMPTS[1]], {"max_new_tokens": 90, "ignore_eos": True, "seed": 1})
+        stream = engine.stream(PROMPTS[1], {"max_new_tokens": 90, "ignore_eos": True, "seed": 1})
+        next(stream)
+        engine.pause_generation(mode)
+        assert engine.flush_cache()
+        assert sum(rank["cached_pages"] for rank in engine.server_info()["ranks"]) == 0
+        engine.continue_generation()
+        *_, last = stream
+        assert mode == "abort" or last.output_ids == whole[0].output_ids
+
+
+@pytest.mark.parametrize("num_updates", [5, *long(100)])
+def test_updates_leave_no_memory_behind(
+    engine: Engine, new: dict[str, Any], num_updates: int
+) -> None:
+    engine.update_weights(new, version="")
+    live = [(array.shape, array.dtype) for array in jax.live_arrays()]
+    for i in range(num_updates):
+        engine.update_weights(new, version=str(i), mode=MODES[i % 2])
+    assert len(jax.live_arrays()) == len(live)
+
+
+@pytest.mark.parametrize(("mode", "num_sets"), [("staged", 2), ("chunked", 1)])
+def test_the_peak_is_one_or_two_sets_of_weights(
+    engine: Engine, old: dict[str, Any], mode: Any, num_sets: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def live_bytes() -> int:
+        return sum(array.nbytes for array in jax.live_arrays() if not array.is_deleted())
+
+    def make(*args: Any) -> Any:
+        leaf = usual(*args)
+        peaks.append(live_bytes())
+        return leaf
+
+    usual, peaks = ArrivingWeights.make, list[int]()
+    monkeypatch.setattr(ArrivingWeights, "make", make)
+    weight_bytes = engine.info["weight_bytes"]
+    before = live_bytes()
+    engine.update_weights(old, version="", mode=mode)
+    assert max(peaks) - before <= (num_sets - 1 + 0.01) * weight_bytes
+    assert max(peaks) - before >= (num_sets - 1) * weight_bytes
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_bad_last_tensor_leaves_the_old_weights_or_stops(
+    engine: Engine, old: dict[str, Any], of_new: Any, mode: Any
+) -> None:
+    of_old = outputs(engine)
+    norm = "model.norm.weight"
+    bad = {name: own for name, own in old.items() if name != norm} | {norm: old[norm] * np.nan}
+    with pytest.raises(InvalidRequestError, match="no finite numbers"):
+        engine.update_weights(iter(bad.items()), version="bad", mode=mode)
+    assert engine.info["is_paused"] == (mode == "chunked")
+    if mode == "chunked":
+        with pytest.raises(InvalidRequestError, match="the weights are incomplete"):
+            engine.continue_generation()
+        engine.update_weights(old, version="good")
+    assert outputs(engine) == of_old
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_first_tensor_that_cannot_be_taken_changes_nothing(
+    engine: Engine, new: dict[str, Any], of_new: Any, mode: Any
+) -> None:
+    engine.update_weights(new, version="new")
+    with pytest.raises(InvalidRequestError, match="own is unexpected"):
+        engine.update_weights({"own": new["model.norm.weight"]}, version="bad", mode=mode)
+    assert (engine.info["is_paused"], engine.info["weight_version"]) == (False, "new")
+    assert outputs(engine) == of_new[1]
+
+
+def test_bodies_are_collected_until_nothing_is_missing(
+    engine: Engine, new: dict[str, Any], of_new: Any
+) -> None:
+    """The message of `/update_weights_from_tensor`."""
+    of_old, names = outputs(engine), list(new)
+    for half in (names[::2], names[1::2]):
+        assert outputs(engine) == of_old
+        body = save({name: new[name] for name in half})
+        reply = engine._checked_call(UpdateWeightsFromTensor(tensors=body, weight_version="3"))
+    assert reply == {
+        "success": True,
+        "message": "serving the weights '3'",
+        "num_paused_requests": 0,
+    }
+    assert outputs(engine) == of_new[1]
+    with pytest.raises(InvalidRequestError, match="not a safetensors file"):
+        engine._checked_call(UpdateWeightsFromTensor(tensors=b"\x80\x04."))
+
+
+def test_an_update_that_was_abandoned_is_dropped_by_the_next(
+    engine: Engine, old: dict[str, Any], new: dict[str, Any], of_new: Any
+) -> None:
+    def cut() -> Iterator[tuple[str, Any]]:
+        yield from list(old.items())[:3]
+        raise RuntimeError("the trainer failed")
+
+    with pytest.raises(RuntimeError, match="the trainer failed"):
+        engine.update_weights(cut(), version="same")
+    some = dict(list(old.items())[3:])
+    with pytest.raises(InvalidRequestError, match="is missing"):
+        engine.update_weights(some, version="same")
+    engine.update_weights(new, version="same")
+    assert outputs(engine) == of_new[1]
+
+
+def test_memory_is_released_and_comes_back(
+    engine: Engine, new: dict[str, Any], of_new: Any
+) -> None:
+    """Pools first, then weights; requests that come meanwhile run once both are there."""
+
+    def live_bytes() -> int:
+        return sum(array.nbytes for array in jax.live_arrays())
+
+    outputs(engine)
+    before = live_bytes()
+    engine.release_memory_occupation(["kv_cache"])
+    after_pools = live_bytes()
+    engine.release_memory_occupation()
+    assert before - after_pools >= engine.info["kv_pool_bytes"]
+    assert after_pools - live_bytes() == engine.info["weight_bytes"]
+    with ThreadPoolExecutor(1) as pool:
+        answering = pool.submit(outputs, engine)
+        engine.resume_memory_occupation(["weights"])
+        engine.update_weights(new, version="new")
+        assert engine.info["is_paused"]
+        with pytest.raises(InvalidRequestError, match="not resumed"):
+            engine.continue_generation()
+        engine.resume_memory_occupation(["kv_cache"])
+        assert answering.result(60) == of_new[1]
+    assert live_bytes() == before
+    assert engine.server_info()["counters"]["step_failures"] == 0
+
+
+def test_an_aborted_rollout_goes_on_with_the_same_tokens(engine: Engine) -> None:
+    prompts = [[5 + i, 6, 7] for i in range(8)]
+    whole = {"temperature": 1.0, "max_new_tokens": 56, "ignore_eos": True}
+    seeds = [whole | {"seed": i} for i in range(8)]
+    expected = engine.generate(prompts, seeds, return_logprob=True)
+    before = engine.server_info()["counters"]["generated_tokens"]
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(engine.generate, prompts, seeds, return_logprob=True)
+        while engine.server_info()["counters"]["generated_tokens"] < before + 8 * 20:
+            assert not ended.done()
+        engine.pause_generation("abort")
+        parts = ended.result(60)
+    engine.continue_generation()
+    assert {each.finish_reason and each.finish_reason.type for each in parts} == {"abort"}
+    assert all(len(each.output_ids) == len(each.logprobs) > 0 for each in parts)
+    resent = [[*prompt, *own.output_ids] for prompt, own in zip(prompts, parts, strict=True)]
+    rest = [
+        own | {"max_new_tokens": 56 - len(part.output_ids)}
+        for own, part in zip(seeds, parts, strict=True)
+    ]
+    for one, part, last in zip(expected, parts, engine.generate(resent, rest), strict=True):
+        assert part.output_ids + last.output_ids == one.output_ids
