@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from sgl_jax.core.engine_messages import TokenLogprobs
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.errors import ContextLengthError, InvalidRequestError
-from sgl_jax.core.messages import GenerateRequest, Reuse
+from sgl_jax.core.messages import GenerateRequest, Reuse, holder_of
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.eviction.path_records import PathEnd
 from sgl_jax.mem_cache.lease import KVLease
@@ -154,7 +154,14 @@ class Request:
             return None
         calls = reuse.call_token_ids
         is_final = bool(calls) and not np.isin(output, calls).any()
-        return PathEnd(self.prompt_len, self.arrived_s, is_final, reuse.pause_s, self.agent)
+        return PathEnd(
+            self.prompt_len,
+            self.arrived_s,
+            is_final,
+            reuse.pause_s,
+            self.agent,
+            holder_of(self.message.tenant),
+        )
 
     @property
     def agent(self) -> tuple[str, str] | None:

@@ -277,6 +277,18 @@ MUTATIONS = (
         "        record.leaf = weakref.ref(leaf)\n",
     ),
     Mutation(
+        "trust a tenant whose forecasts are wrong",
+        _RECORDS,
+        "        self._errors[tenant] = mean + _ERROR_PART * (error - mean)\n",
+        "        self._errors[tenant] = 0.0\n",
+    ),
+    Mutation(
+        "correct a tenant's forecasts by another's errors",
+        _RECORDS,
+        "self._errors.get(end.tenant, 0.0)",
+        "sum(self._errors.values())",
+    ),
+    Mutation(
         "take a side request for the agent's next one",
         _RECORDS,
         "if record is not None and record.first == prompt[0]:",

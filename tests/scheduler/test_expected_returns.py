@@ -48,6 +48,8 @@ def test_an_answer_without_a_call_is_final_and_a_forecast_is_taken_as_it_is() ->
     again = Agent()
     assert again.turn(0.0, call_token_ids=(token, answer[1])) == FIRST_CLASS
     assert again.turn(8.0, call_token_ids=(answer[1],), pause_s=300.0) == class_of(300.0)
+    counters = again.driver.scheduler.ranks[0].counters()
+    assert (counters["forecasts_honored"], counters["forecasts_ignored"]) == (1, 0)
 
 
 def test_an_answer_that_the_next_prompt_lacks_is_evicted_first() -> None:
@@ -73,19 +75,21 @@ def test_an_answer_that_the_next_prompt_lacks_is_evicted_first() -> None:
 
 
 def test_nothing_is_recorded_of_other_traffic_or_with_the_switch_off() -> None:
-    for agent, reuse in ((Agent(), {}), (Agent(radix_expected_return="off"), {"agent": "a"})):
-        agent.turn(0.0, **reuse)
-        agent.turn(8.0, **reuse)
+    for agent, name in ((Agent(), ""), (Agent(radix_expected_return="off"), "a")):
+        agent.turn(0.0, agent=name)
+        agent.turn(8.0, agent=name)
         policy: Any = agent.driver.scheduler.ranks[0].memory.cache.tree.policy
         assert len(policy._records) == 0
 
 
 def test_a_request_that_its_client_leaves_records_nothing() -> None:
     agent = Agent()
-    agent.driver.submit(generate("left", PROMPT, 9, reuse=Reuse(agent="a"), ignore_eos=True))
+    reuse = Reuse(agent="a", pause_s=8.0)
+    agent.driver.submit(generate("left", PROMPT, 9, reuse=reuse, ignore_eos=True))
     for _ in range(4):
         agent.driver.step()
     agent.driver.abort("left")
     agent.driver.run()
     policy: Any = agent.driver.scheduler.ranks[0].memory.cache.tree.policy
     assert len(policy._records) == 0
+    assert agent.driver.scheduler.ranks[0].counters()["forecasts_ignored"] == 1

@@ -207,6 +207,8 @@ class AdaptivePolicy(EvictionPolicy):
     def use(self, node: TreeNode, now: int) -> None:
         """Count a reuse and move the node to the next class."""
         self._go_along(node, now)
+        if node.return_class == REPLACED:
+            self._expect(node, FIRST_CLASS)
         self._num_reused[node.num_uses] += len(node.page_hashes)
         if node.num_uses < NUM_CLASSES - 1:
             if not node.children:

@@ -5,6 +5,9 @@ time from the end of the former answer to the arrival of the next request. The r
 geometric mean of the pauses, since most are short and a few are very long. After a final answer,
 which a person reads, the pause is expected to be four times as long as after a tool call.
 
+A client's forecast of a pause replaces the mean. Forecasts are corrected by the mean error of their
+tenant's earlier ones, so they order the paths of one tenant and gain nothing from another's.
+
 Pauses are counted in quarters of octaves: a *class* of expected return. Classes come from a table
 of square roots, so all hosts compute the same ones.
 """
@@ -31,7 +34,9 @@ PAUSE_S = np.array([np.inf, *reversed(_PAUSES_S)])
 _FIRST_PAUSE_S = 60.0
 _FINAL_CLASSES = 8  # four times as long
 _KEPT_PART = 0.7  # weight of the former mean
+_ERROR_PART = 0.05  # weight of a forecast's error in the mean of its tenant's
 _MAX_RECORDS = 4096
+_MAX_TENANTS = 1024  # with forecasts
 _TAIL_PAGES = 64  # pages of a path's end that may be recognized as replaced
 _NO_PAGES = np.zeros(0, np.int64)
 
@@ -39,13 +44,14 @@ _NO_PAGES = np.zeros(0, np.int64)
 class PathEnd(NamedTuple):
     """The end of a request's answer: `prompt_len` tokens, arrived at `arrived_s`. `is_final` if no
     tool is called; `pause_s` if the client said when the next request comes; `agent` if it sent the
-    conversation's id, with its namespace."""
+    conversation's id, with its namespace. Forecasts are compared with the pauses by `tenant`."""
 
     prompt_len: int
     arrived_s: float
     is_final: bool = False
     pause_s: float | None = None
     agent: tuple[str, str] | None = None
+    tenant: str = ""
 
 
 class PathReturn(NamedTuple):
@@ -68,12 +74,13 @@ Key: TypeAlias = int | tuple[str, str]  # the hash of a prefix, or the id of a c
 
 
 class _Record:
-    __slots__ = ("ended_s", "first", "keys", "leaf", "mean", "num_pages", "tail")
+    __slots__ = ("ended_s", "first", "forecast", "keys", "leaf", "mean", "num_pages", "tail")
 
     mean: float  # in classes
     ended_s: float
     first: int  # hash of the first page
     keys: list[Key]
+    forecast: int | None  # class of the client's forecast
     num_pages: int
     tail: Int64Array  # the last hashes of the path
     leaf: "weakref.ref[TreeNode]"
@@ -89,6 +96,7 @@ class PathRecords:
     def __init__(self) -> None:
         self._records: OrderedDict[int, _Record] = OrderedDict()  # by id(), the oldest first
         self._by_key: dict[Key, _Record] = {}
+        self._errors: OrderedDict[str, float] = OrderedDict()  # in classes, by tenant
 
     def __len__(self) -> int:
         return len(self._records)
@@ -96,6 +104,7 @@ class PathRecords:
     def clear(self) -> None:
         self._records.clear()
         self._by_key.clear()
+        self._errors.clear()
 
     def ended(
         self, hashes: Int64Array, num_prompt: int, leaf: TreeNode, end: PathEnd, now_s: float
@@ -112,6 +121,8 @@ class PathRecords:
         else:
             pause_class = class_of(end.arrived_s - record.ended_s)
             record.mean = _KEPT_PART * record.mean + (1 - _KEPT_PART) * pause_class
+            if record.forecast is not None:
+                self._note_error(end.tenant, pause_class - record.forecast)
             replaced = _not_in(record, hashes)
             if len(replaced):
                 former = record.leaf()
@@ -123,10 +134,19 @@ class PathRecords:
         if end.agent is not None:
             record.keys.append(end.agent)
         self._remember(record)
-        expected = round(record.mean) - _FINAL_CLASSES * end.is_final
+        expected = record.mean - _FINAL_CLASSES * end.is_final
+        record.forecast = None
         if end.pause_s is not None:
-            expected = class_of(end.pause_s)
-        return PathReturn(max(expected, REPLACED + 1), replaced, former)
+            record.forecast = class_of(end.pause_s)
+            expected = record.forecast + self._errors.get(end.tenant, 0.0)
+        return_class = min(max(round(expected), REPLACED + 1), _SHORTEST)
+        return PathReturn(return_class, replaced, former)
+
+    def _note_error(self, tenant: str, error: float) -> None:
+        mean = self._errors.pop(tenant, 0.0)
+        self._errors[tenant] = mean + _ERROR_PART * (error - mean)
+        if len(self._errors) > _MAX_TENANTS:
+            self._errors.popitem(last=False)
 
     def _find(self, prompt: list[int], agent: Key | None) -> _Record | None:
         """Return the agent's record if the prompt has its first page, since side requests may have

@@ -9,6 +9,7 @@ from sgl_jax.bench.trace.cache_only import tree_hit_rate
 from sgl_jax.bench.trace.reading import BLOCK_TOKENS, TracedRequest
 from sgl_jax.mem_cache.eviction.path_records import (
     _MAX_RECORDS,
+    _MAX_TENANTS,
     FIRST_CLASS,
     NUM_RETURN_CLASSES,
     PAUSE_S,
@@ -89,6 +90,20 @@ def test_prompts_that_share_less_than_half_are_one_agents_only_by_its_id() -> No
     talk.end([7, 8, 9], 3.0, 3.0, agent=agent)  # a side request with the agent's id
     assert len(talk.records) == 4
     assert not len(talk.end([*range(300, 320), 900], 4.0, 4.0, agent=("other", "a")).replaced)
+
+
+def test_forecasts_are_corrected_by_the_errors_of_their_tenant() -> None:
+    talk, prompt, now_s = Conversations(), list(range(100)), 0.0
+    for _ in range(200):  # of a tenant that always forecasts a second
+        talk.end(prompt, now_s, now_s, pause_s=1.0, tenant="liar")
+        now_s += 64.0
+    liar = talk.end(prompt, now_s, now_s, pause_s=1.0, tenant="liar")
+    assert abs(liar.return_class - class_of(64.0)) <= 1
+    honest = talk.end([7, 8], now_s, now_s, pause_s=1.0, tenant="honest")
+    assert honest.return_class == class_of(1.0)
+    for i in range(_MAX_TENANTS + 9):
+        talk.records._note_error(str(i), 1.0)
+    assert len(talk.records._errors) == _MAX_TENANTS
 
 
 def test_the_number_of_records_is_bounded() -> None:
