@@ -93,6 +93,21 @@ def holder_of(tenant: Tenant | None) -> str:
     return "" if tenant is None or tenant.is_pooled else tenant.name
 
 
+class Reuse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is known of the next request of the same conversation. It orders evictions, no more.
+
+    Args:
+        agent: the conversation's id among its tenant's; "" if the client sends none.
+        call_token_ids: any tool call has one of these tokens; () if no answer is known to be final,
+            because no tools are offered or calls begin with no token of their own.
+        pause_s: the client's forecast of the seconds from the end of the answer to that request.
+    """
+
+    agent: str = ""
+    call_token_ids: tuple[int, ...] = ()
+    pause_s: float | None = None
+
+
 @call("submit")
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Generate a continuation of `input_ids`. The frontend validates it before sending it.
@@ -120,6 +135,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         tenant: None: no tenant; all such requests share the engine as one tenant.
         is_probe: a health probe, exempt from the queue limits. Refused while another probe is in
             flight.
+        reuse: what is known of the conversation's next request.
     """
 
     rid: str
@@ -139,6 +155,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     priority: int = 0
     tenant: Tenant | None = None
     is_probe: bool = False
+    reuse: Reuse = Reuse()
 
 
 @call("abort")

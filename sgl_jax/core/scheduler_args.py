@@ -19,6 +19,12 @@ class SchedulerArgs:
         "least recently used (lru)",
         ("adaptive", "lru"),
     )
+    radix_expected_return: str = setting(
+        "on",
+        "with adaptive eviction, also try to evict those paths of agents first whose next request "
+        "is expected last, by the pauses of their conversations",
+        ("on", "off"),
+    )
     hicache_write_policy: str = setting(
         "write_through",
         "with --enable-hierarchical-cache, which prefixes are copied to the host: each "

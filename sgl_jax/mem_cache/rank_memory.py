@@ -149,6 +149,10 @@ class RankMemory:
         log = self.cache.tree.block_log = BlockLog()
         return log
 
+    def tick(self, now_s: float) -> None:
+        """Set the time, in seconds from any origin, by which the cache expects paths to return."""
+        self.cache.tree.policy.now_s = now_s
+
     @property
     def num_available_pages(self) -> int:
         return self.allocator.num_free + self.cache.num_evictable[0]

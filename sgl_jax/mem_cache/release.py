@@ -15,6 +15,7 @@ import numpy as np
 
 from sgl_jax.core.step_plan import Int32Array, RowIndex
 from sgl_jax.mem_cache.errors import LeaseError
+from sgl_jax.mem_cache.eviction.path_records import PathEnd
 from sgl_jax.mem_cache.lease import KVLease, first_page_of
 from sgl_jax.mem_cache.pages.req_to_token_pool import RowTables
 from sgl_jax.mem_cache.rank_memory import RankMemory
@@ -109,7 +110,12 @@ def _first_pages(memory: RankMemory, lease: KVLease) -> Int32Array | None:
 
 
 def release_kv_cache(
-    memory: RankMemory, lease: KVLease, tokens: Int32Array, *, insert: bool
+    memory: RankMemory,
+    lease: KVLease,
+    tokens: Int32Array,
+    *,
+    insert: bool,
+    end: PathEnd | None = None,
 ) -> None:
     """End a lease: publish its pages if `insert`, free all other pages, and free the row.
 
@@ -120,6 +126,7 @@ def release_kv_cache(
             unread token, or past a stop) is freed and never offered.
         insert: False if the written KV must not be reused (a failed step). Then no session keeps
             the lease either.
+        end: if the answer is complete, what is known of the conversation's next request.
     """
     lease.require_live()
     if memory.leases.get(lease.row) is not lease:
@@ -128,6 +135,9 @@ def release_kv_cache(
     if insert:
         added = _hand_to_tree(memory, lease, tokens)
         _offer_to_host(memory, lease, tokens)
+        if end is not None and lease.node is not None:
+            tree = memory.cache.tree
+            tree.policy.ended(tree.path_to(lease.node), end.prompt_len // memory.page_size, end)
         if lease.session_id is not None and _keep_for_session(memory, lease, added, len(tokens)):
             return
     _free(memory, lease.pages(memory.page_size, lease.cache_protected_len), lease.row)

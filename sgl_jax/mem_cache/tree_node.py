@@ -63,7 +63,8 @@ class TreeNode:
 
     `end` counts tokens from the root to the node. `child_key` is its key in its parent's
     `children`. `namespace` applies to its whole path. `page_hashes` has, for each page of the edge,
-    the hash of the prefix up to the page's end. The eviction policy owns `num_uses`; `last_access`
+    the hash of the prefix up to the page's end. The eviction policy owns `num_uses`, `used_s`
+    and `return_class`; `last_access`
     is a time of the tree's clock. `was_cut` tells that the edge once went on, so that no prompt is
     known to have ended at its end. Walks end before a node with `is_withdrawn`; all nodes below it
     are withdrawn too. The components own `values` and `locks`, each at its index. With windows,
@@ -72,6 +73,7 @@ class TreeNode:
     """
 
     __slots__ = (
+        "__weakref__",
         "child_key",
         "children",
         "end",
@@ -86,7 +88,9 @@ class TreeNode:
         "page_hashes",
         "parent",
         "read",
+        "return_class",
         "runs",
+        "used_s",
         "values",
         "was_cut",
     )
@@ -112,6 +116,8 @@ class TreeNode:
         self.children: dict[bytes, TreeNode] = {}
         self.last_access = 0
         self.num_uses = 0
+        self.used_s = 0.0
+        self.return_class = 0
         self.page_hashes: NDArray[np.uint64] = _NO_HASHES
         self.values: list[Any] = [None] * num_components
         self.locks: list[Any] = [0] * num_components

@@ -244,6 +244,17 @@ FIGURES = (
     _count("host_failed_transfers", "transfers of host memory that failed"),
     _count("store_loaded_tokens", "tokens of prefixes loaded from the store below host memory"),
     _count("store_put_blocks", "blocks put into that store"),
+    Figure(
+        "pause_hints",
+        "expected pauses that clients sent, by whether they order evictions",
+        lambda state: [
+            (outcome, rank["dp_rank"], rank["counters"][f"forecasts_{outcome}"])
+            for rank in state["ranks"]
+            for outcome in ("honored", "ignored")
+        ],
+        ("outcome", "dp_rank"),
+        is_counter=True,
+    ),
     _count("evicted_sessions", "idle sessions evicted", "sessions_evicted"),
     Figure(
         "realtime_tokens",

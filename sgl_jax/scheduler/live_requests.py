@@ -116,6 +116,7 @@ class LiveRequests:
         self.num_arrived += 1
         request.priority = self.args.importance(message.priority) - self._age()
         request.tenant = self._tenants.enter(message.tenant)
+        request.arrived_s = self.deadlines.now_s
         self.by_rid[request.rid] = request
         if message.is_probe:
             self._probe = request.rid

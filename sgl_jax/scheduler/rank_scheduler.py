@@ -73,11 +73,14 @@ class RankScheduler:
         self.departed: list[Departed] = []
         self.num_prompt_tokens = 0  # of all admitted requests, and from the cache:
         self.num_cached_tokens = 0
+        self._num_forecasts = [0, 0]  # of pauses, by clients: ignored, honored
         self._max_draft_tokens = sizes.max_draft_tokens
         has_states = sizes.state_group is not None
         self.keeps_snapshots = has_states and not args.disable_radix_cache
         self._eos_token_ids = sizes.eos_token_ids
         self._random_seed = args.random_seed
+        is_adaptive = args.radix_eviction_policy == "adaptive" and not args.disable_radix_cache
+        self._expects_returns = is_adaptive and args.radix_expected_return == "on"
         self.most_request_pages = self.memory.request_pages(sizes.max_request_tokens)
         self._max_session_pages = int(args.session_memory_fraction * sizes.pool_pages[0])
         # `SHORT_PART` times the tokens of short prompts beyond their part of earlier steps.
@@ -243,7 +246,7 @@ class RankScheduler:
         known_len, max_len = self.columns.known_len[row], self.columns.max_len[row]
         has_ended = num_tokens is not None or known_len < max_len
         self._count_output(row, num_tokens or int(known_len), has_ended=has_ended)
-        request = self._leave(row, num_tokens=num_tokens)
+        request = self._leave(row, num_tokens=num_tokens, is_complete=True)
         request.state = RequestState.FINISHED
         self._bound_sessions()
         return request
@@ -309,6 +312,8 @@ class RankScheduler:
             "retracted_output_tokens": self.num_retracted_output_tokens,
             "evicted_pages": self.memory.cache.num_evicted,
             "sessions_evicted": self.num_evicted_sessions,
+            "forecasts_ignored": self._num_forecasts[False],
+            "forecasts_honored": self._num_forecasts[True],
             **self.host.counters(),
         }
 
@@ -354,7 +359,14 @@ class RankScheduler:
             if lease.row == row:
                 release_idle_lease(self.memory, session_id)
 
-    def _leave(self, row: int, *, insert: bool = True, num_tokens: int | None = None) -> Request:
+    def _leave(
+        self,
+        row: int,
+        *,
+        insert: bool = True,
+        num_tokens: int | None = None,
+        is_complete: bool = False,
+    ) -> Request:
         request = self.running.request(row)
         tokens: Int32Array = self.running.remove(row)[:num_tokens]
         self.prompts.leave(row)
@@ -366,7 +378,10 @@ class RankScheduler:
         if unsent is not None and unsent.start < max(request.lease.kv_committed_len, 1):
             # No later turn can continue from a row with tokens that were never sent to the device.
             self.memory.sessions.unbind(request.lease)
-        release_kv_cache(self.memory, request.lease, tokens, insert=insert)
+        end = request.path_end(tokens) if is_complete and self._expects_returns else None
+        if request.message.reuse.pause_s is not None:
+            self._num_forecasts[end is not None and insert] += 1
+        release_kv_cache(self.memory, request.lease, tokens, insert=insert, end=end)
         request.lease = None
         return request
 

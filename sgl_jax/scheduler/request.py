@@ -13,13 +13,16 @@ from msgspec.structs import replace
 from sgl_jax.core.engine_messages import TokenLogprobs
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.errors import ContextLengthError, InvalidRequestError
-from sgl_jax.core.messages import GenerateRequest
+from sgl_jax.core.messages import GenerateRequest, Reuse, holder_of
 from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.mem_cache.eviction.path_records import PathEnd
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.row_states import can_go_back
 from sgl_jax.sessions.store import Session
 from sgl_jax.sessions.streaming import StreamingSession
+
+_UNKNOWN = Reuse()
 
 
 class RequestState(enum.Enum):
@@ -35,6 +38,7 @@ class Request:
 
     __slots__ = (
         "arrival",
+        "arrived_s",
         "cached_tokens",
         "computed_len",
         "dp_rank",
@@ -79,6 +83,7 @@ class Request:
         self.message = replace(message, input_ids=[])
         self.rid = message.rid
         self.arrival = arrival  # order of arrival, kept over retracts
+        self.arrived_s = 0.0  # set by the scheduler, as are times of ticks
         self.tokens: Int32Array = np.array(
             message.input_ids if prompt is None else prompt, np.int32
         )
@@ -140,6 +145,28 @@ class Request:
             return None
         self.is_prompt_told = True
         return self.prompt_len
+
+    def path_end(self, tokens: Int32Array) -> PathEnd | None:
+        """Return the end of an agent's path: all its tokens, of a complete answer. None if nothing
+        tells that an agent sent it: then its next request is not expected at any time."""
+        reuse, output = self.message.reuse, tokens[self.prompt_len :]
+        if reuse == _UNKNOWN:
+            return None
+        calls = reuse.call_token_ids
+        is_final = bool(calls) and not np.isin(output, calls).any()
+        return PathEnd(
+            self.prompt_len,
+            self.arrived_s,
+            is_final,
+            reuse.pause_s,
+            self.agent,
+            holder_of(self.message.tenant),
+        )
+
+    @property
+    def agent(self) -> tuple[str, str] | None:
+        """Return its conversation's id, which clients choose, in its namespace."""
+        return (self.namespace, self.message.reuse.agent) if self.message.reuse.agent else None
 
     def session_lease(self, memory: RankMemory) -> KVLease | None:
         """Return the lease that its session keeps on a rank, if the request can resume from it."""

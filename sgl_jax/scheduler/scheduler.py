@@ -142,6 +142,7 @@ class Scheduler:
             case events.Tick():
                 self._ticked_s = event.now_s
                 for rank in self.ranks:
+                    rank.memory.tick(event.now_s)
                     rank.working_set.tick(event.now_s)
                 self._live.expire(event.now_s)
                 self._sessions.tick(event.now_s)
@@ -197,11 +198,12 @@ class Scheduler:
             bool(self._live.aborted)
             or self._deadlines.needs_tick(now_s)
             or self._sessions.store.needs_tick(now_s)
-            # Working sets need the time while requests wait, once pages were evicted.
+            # Once pages were evicted, ranks that serve requests need the time: for working sets and
+            # for the pauses of conversations.
             or (
-                self._waiting.priorities.highest is not None
-                and now_s >= self._ticked_s + TICK_S
-                and any(r.working_set.is_on and r.memory.cache.num_evicted for r in self.ranks)
+                now_s >= self._ticked_s + TICK_S
+                and any(r.memory.cache.num_evicted for r in self.ranks)
+                and not self.is_idle
             )
         )
 

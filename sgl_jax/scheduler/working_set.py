@@ -4,8 +4,9 @@ If the conversations in progress need more memory than a rank has, each new prom
 history of another conversation, whose next turn computes it again and evicts a third. The rank then
 computes little else. So while most evicted pages return (the rank *thrashes*), a request that must
 compute most of its prompt waits, unless the pages that it needs are free or have not been used for
-a window of time (Denning, "The Working Set Model for Program Behavior", 1968). Requests that find
-most of their prompt cached start as usual: turns of conversations whose history is still present.
+a window of time (Denning, "The Working Set Model for Program Behavior", 1968) or, while expected
+returns order the evictions, are not expected back within twice the window. Requests that find most
+of their prompt cached start as usual: turns of conversations whose history is still present.
 
 A request waits for this reason at most `MAX_HOLD_S`, and never on a rank that runs nothing.
 """
@@ -26,6 +27,8 @@ _RETURNED_PART = 0.5
 # Counts of pages are halved after evictions of as many pages as the rank has; before evictions of
 # this part of its pages, no rank thrashes.
 _FIRST_PART = 0.25
+# A path that returns within some seconds is on average used half as long ago.
+_PAUSES_PER_AGE = 2
 # Seconds between two samples of the counts and of the tree's clock.
 TICK_S = 1.0
 
@@ -93,16 +96,19 @@ class WorkingSet:
         tree = self._tree()
         if self._num_recent is None and tree is not None:
             since = self._clocks[0][1]
-            self._num_recent = num_pages_used_since(tree, since)
+            self._num_recent = num_pages_in_use(tree, since, _PAUSES_PER_AGE * self._window_s)
         return self._num_recent or 0
 
 
-def num_pages_used_since(tree: RadixTree, clock: int) -> int:
-    """Return the number of unlocked pages that are a part of a path used after `clock`."""
+def num_pages_in_use(tree: RadixTree, clock: int, most_s: float) -> int:
+    """Return the number of unlocked pages that are a part of a path used after `clock` or, while
+    expected returns order the evictions, of a path expected within `most_s` of its last use."""
     num_pages, used = 0, set()
     # A use below a lock does not change the age of the nodes above it: see `RadixTree.trim`.
     for node in reversed(list(tree.nodes())):
-        if node.last_access > clock or node.node_id in used:
+        pause_s = tree.policy.expected_pause_s(node)
+        is_used = node.last_access > clock if pause_s is None else pause_s < most_s
+        if is_used or node.node_id in used:
             if node.parent is not None:
                 used.add(node.parent.node_id)
             if not node.locks[0]:

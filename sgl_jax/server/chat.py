@@ -19,6 +19,7 @@ from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.grammar import opened
 from sgl_jax.core.messages import SessionTurn
 from sgl_jax.engine.front.request_stream import Chunk, RequestStream
+from sgl_jax.server.agent_hints import call_token_ids
 from sgl_jax.server.answer_stream import AnswerFormat, StreamGroup, named_event, respond
 from sgl_jax.server.chat_request import ChatRequest, NamedTool
 from sgl_jax.server.errors import client_names
@@ -65,6 +66,7 @@ async def answer_chat(
         [samplings],
         names,
         turn=turn,
+        call_token_ids=call_token_ids(refs) if chat.shown_tools else (),
         return_logprob=bool(chat.logprobs),
         top_logprobs_num=chat.top_logprobs or 0,
     )

@@ -130,6 +130,16 @@ class Part(StrictModel):
     unserved = unserved_fields.PART
 
 
+class AgentHints(StrictModel):
+    """SGLang's hints of agents."""
+
+    unserved = unserved_fields.AGENT_HINTS
+    agent_id: str | None = Field(default=None, description="of the conversation, without a header")
+    expected_tool_duration_ms: float | None = Field(
+        default=None, ge=0, description="from the answer to the next request"
+    )
+
+
 class RequestFields(StrictModel):
     """The fields shared by all protocols. A list has one entry per prompt."""
 
@@ -154,6 +164,7 @@ class RequestFields(StrictModel):
         default=None, description='the tenant, unless the API key names one; "": none'
     )
 
+    agent_hints: AgentHints | None = None
     logprobs_mode: LogprobsMode | None = Field(
         default=None,
         description="raw: log-probabilities are the model's; scaled: after penalties, grammar and "

@@ -9,6 +9,7 @@ from fastapi import Request
 
 from sgl_jax.core.messages import GenerateRequest, SessionTurn
 from sgl_jax.core.sampling_params import SamplingParams
+from sgl_jax.server.agent_hints import reuse_of
 from sgl_jax.server.chat_request import ChatRequest
 from sgl_jax.server.errors import client_names
 from sgl_jax.server.fields import RequestFields
@@ -50,6 +51,7 @@ async def prompt_requests(
     names: Mapping[str, str],
     *,
     turn: SessionTurn | None = None,
+    call_token_ids: tuple[int, ...] = (),
     **shared: Any,
 ) -> list[GenerateRequest]:
     """Return the engine's requests for all choices of all `prompts`, one prompt after another.
@@ -60,6 +62,7 @@ async def prompt_requests(
         samplings: for each prompt, the parameters of each choice.
         names: engine field -> the client's name of it, for errors.
         turn: the turn of a session, by the caller's id.
+        call_token_ids: as in `Reuse`.
         shared: arguments of `RequestChecks.prepare`, for all requests.
 
     Raises:
@@ -70,6 +73,7 @@ async def prompt_requests(
     checks, requests = refs.frontend.checks, list[GenerateRequest]()
     owner = owner_of(request, tenant)
     shared |= {"session": owner.own(turn), "tenant": tenant}
+    shared["reuse"] = reuse_of(request, tenant, body.agent_hints, call_token_ids)
     options = body.options_of(len(prompts))
     with client_names(names):
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]

@@ -163,6 +163,13 @@ REQUEST = _table(
         "it is format of output_config now": "output_format",
     },
 )
+AGENT_HINTS = _table(
+    {
+        "a label": "workflow_id step_id parent_step_id",
+        "a hint for caches": "cache_ttl_ms reuse_hint",
+    },
+    {},
+)
 # Messages, their parts and tools. Clients send back parts of answers.
 PART = _table(
     {

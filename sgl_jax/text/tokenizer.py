@@ -46,11 +46,9 @@ class Tokenizer:
         self._backend = hf_tokenizer.backend_tokenizer
         # Text -> id of the tokens omitted by `skip_special_tokens`. The settings name only some of
         # them.
-        self.special_tokens = {
-            token.content: i
-            for i, token in self._backend.get_added_tokens_decoder().items()
-            if token.special
-        }
+        added = self._backend.get_added_tokens_decoder()
+        self.special_tokens = {token.content: i for i, token in added.items() if token.special}
+        self._added_tokens = {token.content: i for i, token in added.items()}
         self.special_ids = frozenset(self.special_tokens.values())
         fixed = token_bytes(self._backend)
         # True if every token stands for the same bytes in any context.
@@ -142,6 +140,10 @@ class Tokenizer:
 
     def special_ids_of(self, texts: Set[str]) -> Mapping[str, int]:
         return {text: self.special_tokens[text] for text in texts & self.special_tokens.keys()}
+
+    def added_ids_of(self, texts: Set[str]) -> Mapping[str, int]:
+        """Return the ids of the texts that are tokens of their own, special or not."""
+        return {text: self._added_tokens[text] for text in texts & self._added_tokens.keys()}
 
     def check_can_encode(self) -> None:
         """Raise `InvalidRequestError` if the tokenizer cannot encode text."""

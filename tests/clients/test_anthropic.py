@@ -45,7 +45,8 @@ def test_a_message_whole_streamed_and_counted(client: Any) -> None:
     assert final.usage.output_tokens == whole.usage.output_tokens
     counted = client.messages.count_tokens(model="demo", messages=body["messages"])
     usage = final.usage
-    assert usage.input_tokens + usage.cache_read_input_tokens == counted.input_tokens
+    num_cached = usage.cache_read_input_tokens + usage.cache_creation_input_tokens
+    assert usage.input_tokens + num_cached == counted.input_tokens
 
 
 def test_a_tool_is_called_and_its_result_reported(client: Any) -> None:

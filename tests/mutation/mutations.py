@@ -27,6 +27,7 @@ _TREE = "sgl_jax/mem_cache/tree/radix_tree.py"
 _FULL = "sgl_jax/mem_cache/tree/full_component.py"
 _COMPONENT = "sgl_jax/mem_cache/tree/tree_component.py"
 _ADAPTIVE = "sgl_jax/mem_cache/eviction/adaptive_policy.py"
+_RECORDS = "sgl_jax/mem_cache/eviction/path_records.py"
 _SHADOWS = "sgl_jax/mem_cache/eviction/shadow_pages.py"
 _GHOSTS = "sgl_jax/mem_cache/eviction/ghost_pages.py"
 _CACHE = "sgl_jax/mem_cache/tree/radix_cache.py"
@@ -249,6 +250,49 @@ MUTATIONS = (
         _SHADOWS,
         "                num_uses[i] = min(uses + 1, MAX_USES)",
         "                num_uses[i] = 0",
+    ),
+    Mutation(
+        "evict the path first that is expected first",
+        _ADAPTIVE,
+        "            return max(leaves, key=self._pause_key, default=None)\n",
+        "            return min(leaves, key=self._pause_key, default=None)\n",
+    ),
+    Mutation(
+        "keep what a conversation replaced",
+        _ADAPTIVE,
+        "                self._expect(rest, REPLACED)\n",
+        "                pass\n",
+    ),
+    Mutation(
+        "expect a final answer's path as soon as a call's",
+        _RECORDS,
+        "_FINAL_CLASSES * end.is_final",
+        "_FINAL_CLASSES * False",
+    ),
+    Mutation(
+        "count a pause from the answer before the last",
+        _RECORDS,
+        "        record.ended_s, record.leaf = now_s, weakref.ref(leaf)\n",
+        "        record.ended_s = getattr(record, 'ended_s', now_s)\n"
+        "        record.leaf = weakref.ref(leaf)\n",
+    ),
+    Mutation(
+        "trust a tenant whose forecasts are wrong",
+        _RECORDS,
+        "        self._errors[tenant] = mean + _ERROR_PART * (error - mean)\n",
+        "        self._errors[tenant] = 0.0\n",
+    ),
+    Mutation(
+        "correct a tenant's forecasts by another's errors",
+        _RECORDS,
+        "self._errors.get(end.tenant, 0.0)",
+        "sum(self._errors.values())",
+    ),
+    Mutation(
+        "take a side request for the agent's next one",
+        _RECORDS,
+        "if record is not None and record.first == prompt[0]:",
+        "if record is not None:",
     ),
     # -- edges that become one
     Mutation(

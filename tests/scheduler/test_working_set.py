@@ -6,7 +6,7 @@ import numpy as np
 
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.scheduler.waiting.waiting_queue import MAX_SKIP_COUNT
-from sgl_jax.scheduler.working_set import HOLD_STEPS, MAX_HOLD_S, num_pages_used_since
+from sgl_jax.scheduler.working_set import HOLD_STEPS, MAX_HOLD_S, num_pages_in_use
 from tests.scheduler.driver import Driver, generate, make_sizes
 
 PROMPTS = {name: [number] * 64 for number, name in enumerate("abcde", 1)}
@@ -160,14 +160,14 @@ def test_a_path_is_used_with_the_nodes_below_it() -> None:
         driver.run()
     tree = memory.cache.tree
     clock = tree.clock
-    assert num_pages_used_since(tree, clock) == 0
-    assert num_pages_used_since(tree, 0) == 6
+    assert num_pages_in_use(tree, clock, 0.0) == 0
+    assert num_pages_in_use(tree, 0, 0.0) == 6
     driver.submit(generate("third", [5] * 8 + [2] * 8 + [3] * 4, 1))
     driver.run()
-    assert num_pages_used_since(tree, clock) == 5  # not the end of the first
+    assert num_pages_in_use(tree, clock, 0.0) == 5  # not the end of the first
     driver.submit(generate("fourth", [5] * 8 + [2] * 8 + [4] * 4, 9))
     driver.step()
-    assert num_pages_used_since(tree, clock) == 1  # the rest is locked
+    assert num_pages_in_use(tree, clock, 0.0) == 1  # the rest is locked
 
 
 def test_a_due_request_does_not_wait() -> None:
@@ -193,7 +193,7 @@ def test_a_path_is_used_until_the_end_of_its_last_request() -> None:
     driver.step()
     clock = tree.clock
     driver.run()
-    assert num_pages_used_since(tree, clock) == 6  # with the answer, and not the other's
+    assert num_pages_in_use(tree, clock, 0.0) == 6  # with the answer, and not the other's
 
 
 def test_it_is_tried_again_after_some_steps_only() -> None:

@@ -62,7 +62,10 @@ async def test_a_message_is_answered(tools_rig: Rig) -> None:
     )
     usage = told["usage"]
     assert (
-        usage["input_tokens"] + usage["cache_read_input_tokens"] == counted.json()["input_tokens"]
+        usage["input_tokens"]
+        + usage["cache_read_input_tokens"]
+        + usage["cache_creation_input_tokens"]
+        == counted.json()["input_tokens"]
     )
     assert usage["output_tokens"] > 0
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sgl_jax.bench.fleet.traffic import FleetRequest
-from sgl_jax.bench.trace.reading import prompt_tokens
+from sgl_jax.bench.trace.reading import prompt_tokens, reuse_of
 from sgl_jax.bench.trace.step_time import StepSeconds, rank_load
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.messages import GenerateRequest
@@ -113,6 +113,7 @@ class FleetEngine:
             rid=rid,
             input_ids=tokens,
             sampling=SamplingParams(max_new_tokens=traced.output_len, ignore_eos=True),
+            reuse=reuse_of(traced),
         )
         self._scheduler.handle(message)
         self._take_outputs(now_s)  # a refusal

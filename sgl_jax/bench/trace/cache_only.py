@@ -17,6 +17,7 @@ import numpy as np
 
 from sgl_jax.bench.trace.reading import BLOCK_TOKENS, VOCAB_SIZE, TracedRequest, block_tokens
 from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.mem_cache.eviction.path_records import PathEnd
 from sgl_jax.mem_cache.ledger import audit, check_balance
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import release_kv_cache
@@ -215,11 +216,17 @@ def tree_hit_rate(
 def _serve(memory: RankMemory, request: TracedRequest) -> int:
     """Match, compute and keep one prompt; return its number of cached tokens."""
     tokens = block_tokens(request.block_ids)
+    now_s = request.arrival_ms * 1e-3
+    memory.tick(now_s)
     lease = memory.open_lease(tokens)
     num_cached = min(lease.kv_committed_len, request.input_len)
     rows, lens = np.array([lease.row]), np.array([len(tokens)], np.int32)
     fits = memory.grow_rows(rows, lens)
     assert fits, "a prompt within the capacity fits once all others are evicted"
     memory.commit_rows(rows, lens)
-    release_kv_cache(memory, lease, tokens, insert=True)
+    end = None
+    if request.agent is not None:
+        is_final, agent = request.stop == "end_turn", ("", request.agent)
+        end = PathEnd(len(tokens), now_s, is_final=is_final, agent=agent)
+    release_kv_cache(memory, lease, tokens, insert=True, end=end)
     return num_cached

@@ -15,6 +15,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
+from sgl_jax.core.messages import Reuse
 from sgl_jax.core.step_plan import Int32Array
 
 BLOCK_TOKENS = 512
@@ -115,6 +116,13 @@ def block_tokens(block_ids: Sequence[int]) -> Int32Array:
         mixed *= np.uint64(multiplier)
     mixed ^= mixed >> np.uint64(33)
     return (mixed % np.uint64(VOCAB_SIZE)).astype(np.int32)
+
+
+def reuse_of(request: TracedRequest) -> Reuse:
+    """Return what the client's headers and the answer tell of the agent's next request. The id that
+    a tool call would have is of no answer, so that an answer without a call is final."""
+    is_final = request.stop == "end_turn"
+    return Reuse(agent=request.agent or "", call_token_ids=(VOCAB_SIZE,) if is_final else ())
 
 
 def prompt_tokens(request: TracedRequest) -> Int32Array:

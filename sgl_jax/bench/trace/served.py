@@ -18,7 +18,7 @@ import numpy as np
 from sgl_jax.bench.trace.fake_executor import DistinctAnswers
 from sgl_jax.bench.trace.host_link import HostLink
 from sgl_jax.bench.trace.load_or_compute import LoadChoices
-from sgl_jax.bench.trace.reading import TracedRequest, prompt_tokens
+from sgl_jax.bench.trace.reading import TracedRequest, prompt_tokens, reuse_of
 from sgl_jax.bench.trace.step_time import StepSeconds, step_loads
 from sgl_jax.bench.trace.turns import previous_turns
 from sgl_jax.core.engine_messages import OutputBatch
@@ -163,6 +163,7 @@ class _Replay:
                 rid=str(index),
                 input_ids=prompt_tokens(request).tolist(),
                 sampling=SamplingParams(max_new_tokens=request.output_len, ignore_eos=True),
+                reuse=reuse_of(request),
             )
             start = time.thread_time()
             self._scheduler.handle(message)

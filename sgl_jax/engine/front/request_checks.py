@@ -46,6 +46,7 @@ class EngineFacts(NamedTuple):
     max_request_tokens: int  # `max_context_len`, limited to a rank's KV memory
     dp_size: int
     max_running_requests: int  # over all ranks
+    page_size: int
 
     @classmethod
     def from_info(cls, info: Mapping[str, Any]) -> "EngineFacts":

@@ -10,10 +10,12 @@ returns enters the next class, as if it had stayed. So pages that return repeate
 kept, even if no cache could hold them from one use to the next. A return counts as a fraction of a
 use: the fraction depends on how much longer a stay would have served it.
 
-Shadow caches (`shadow_caches.py`) count the hits of this order, LRU and LFU. Once another order
-leads, the cache follows it: leaves in the leading shadow are evicted last.
+Shadow caches (`shadow_caches.py`) count the hits of this order, LRU, LFU and the order of expected
+returns (`path_records.py`). Once another order leads, the cache follows it: leaves in the leading
+shadow are evicted last.
 """
 
+from collections.abc import Sequence
 from math import sqrt
 
 import numpy as np
@@ -25,6 +27,14 @@ from sgl_jax.mem_cache.eviction.ghost_pages import (
     Int64Array,
     RecalledPages,
 )
+from sgl_jax.mem_cache.eviction.path_records import (
+    FIRST_CLASS,
+    NUM_RETURN_CLASSES,
+    PAUSE_S,
+    REPLACED,
+    PathEnd,
+    PathRecords,
+)
 from sgl_jax.mem_cache.eviction.shadow_caches import GHOSTS_PER_PAGE, ShadowCaches
 from sgl_jax.mem_cache.eviction.shadow_pages import (
     ADAPTIVE,
@@ -32,6 +42,7 @@ from sgl_jax.mem_cache.eviction.shadow_pages import (
     LRU,
     MAX_USES,
     NUM_CLASSES,
+    RETURN,
 )
 from sgl_jax.mem_cache.tree_node import TreeNode
 
@@ -40,7 +51,10 @@ class AdaptivePolicy(EvictionPolicy):
     """The adaptive order for a cache of `num_pages` pages, including the null page."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
-        super().__init__(NUM_CLASSES)
+        # Queues by number of uses or, while the cache follows expected returns, by their class.
+        super().__init__(NUM_RETURN_CLASSES)
+        self._by_return = False
+        self._records = PathRecords()
         self._num_pages = num_pages
         self._page_size = page_size
         self._ghosts = GhostPages(GHOSTS_PER_PAGE * num_pages)
@@ -60,17 +74,24 @@ class AdaptivePolicy(EvictionPolicy):
         return super().__len__() + len(self._kept_by_hash)
 
     def __contains__(self, node: TreeNode) -> bool:
-        return super().__contains__(node) or self._is_kept(node)
+        return node in self._queue_of(node) or self._is_kept(node)
+
+    def _queue_of(self, node: TreeNode) -> EvictionQueue[TreeNode]:
+        return self._queues[node.return_class if self._by_return else node.num_uses]
+
+    @property
+    def num_classes(self) -> int:
+        return NUM_CLASSES
 
     def add(self, node: TreeNode) -> None:
         if self._kept_by_hash:
             self._release(node)
-        self._queues[node.num_uses].add(node)
+        self._queue_of(node).add(node)
 
     def discard(self, node: TreeNode) -> None:
         if self._kept_by_hash:
             self._release(node)
-        self._queues[node.num_uses].discard(node)
+        self._queue_of(node).discard(node)
 
     def next_victim(self, now: int) -> TreeNode | None:
         """Return the first leaf that the leading shadow lacks; if it lacks none, the first leaf."""
@@ -99,7 +120,7 @@ class AdaptivePolicy(EvictionPolicy):
         return self._shadows.num_used_more(leaf.page_hashes, num_uses)
 
     def _first(self, queues: list[EvictionQueue[TreeNode]], now: int) -> TreeNode | None:
-        leaves = [leaf for queue in queues if (leaf := queue.oldest()) is not None]
+        leaves = [leaf for queue in queues if len(queue) and (leaf := queue.oldest())]
         if self._shadows.leading_policy == ADAPTIVE:
             return min(
                 leaves,
@@ -108,7 +129,19 @@ class AdaptivePolicy(EvictionPolicy):
             )
         if self._shadows.leading_policy == LRU:
             return min(leaves, key=lambda leaf: (leaf.last_access, leaf.node_id), default=None)
+        if self._shadows.leading_policy == RETURN:
+            return max(leaves, key=self._pause_key, default=None)
         return leaves[0] if leaves else None
+
+    def _pause_key(self, leaf: TreeNode) -> tuple[float, int]:
+        """Order leaves by their expected pause, of equal ones the first used last."""
+        return self._pause_s(leaf), -leaf.last_access
+
+    def _pause_s(self, node: TreeNode) -> float:
+        return max(float(PAUSE_S[node.return_class]), self.now_s - node.used_s)
+
+    def expected_pause_s(self, node: TreeNode) -> float | None:
+        return self._pause_s(node) if self._by_return else None
 
     def _is_kept(self, leaf: TreeNode) -> bool:
         if not len(leaf.page_hashes):
@@ -116,7 +149,7 @@ class AdaptivePolicy(EvictionPolicy):
         return self._kept_by_hash.get(_last_hash(leaf), (None, 0))[0] is leaf
 
     def _keep(self, leaf: TreeNode, num_uses: int) -> None:
-        super().discard(leaf)
+        self._queue_of(leaf).discard(leaf)
         self._kept[num_uses].add(leaf)
         self._kept_by_hash[_last_hash(leaf)] = leaf, num_uses
 
@@ -125,10 +158,18 @@ class AdaptivePolicy(EvictionPolicy):
             self._kept[self._kept_by_hash.pop(_last_hash(leaf))[1]].discard(leaf)
 
     def _follow(self, gone: Int64Array | None) -> None:
-        """Move leaves with hashes `gone`, or all if None, back to the normal queues."""
+        """Move leaves with hashes `gone`, or all if None, back to the normal queues; if the order
+        changed, put all leaves into its queues."""
         for page_hash in list(self._kept_by_hash) if gone is None else gone.tolist():
             if page_hash in self._kept_by_hash:
                 self.add(self._kept_by_hash[page_hash][0])
+        follows_returns = self._shadows.leading_policy == RETURN
+        if follows_returns != self._by_return:
+            leaves = [leaf for queue in self._queues for leaf in queue.members()]
+            super().clear()
+            self._by_return = follows_returns
+            for leaf in leaves:
+                self.add(leaf)
 
     def rate(self, num_uses: int, last_access: int, now: int) -> float:
         reused, left = self._num_reused[num_uses], self._num_left[num_uses]
@@ -137,6 +178,7 @@ class AdaptivePolicy(EvictionPolicy):
         return reused / (reused + left) / (age * sqrt(sqrt(age)))
 
     def begin(self, node: TreeNode) -> list[UseRun]:
+        node.return_class = FIRST_CLASS
         self._go_along(node, node.last_access)
         pages = self._ghosts.recall(node.page_hashes)
         if pages is None:
@@ -165,6 +207,8 @@ class AdaptivePolicy(EvictionPolicy):
     def use(self, node: TreeNode, now: int) -> None:
         """Count a reuse and move the node to the next class."""
         self._go_along(node, now)
+        if node.return_class == REPLACED:
+            self._expect(node, FIRST_CLASS)
         self._num_reused[node.num_uses] += len(node.page_hashes)
         if node.num_uses < NUM_CLASSES - 1:
             if not node.children:
@@ -177,13 +221,38 @@ class AdaptivePolicy(EvictionPolicy):
             self._end_path()
             if self._shadows.is_due:
                 self._follow(self._shadows.read())
-        self._shadows.use(node.page_hashes, now)
+        self._shadows.use(node.page_hashes, now, self.now_s)
+        node.used_s = self.now_s
         self._path_end = node
 
     def _end_path(self) -> None:
         if self._path_end is not None:
             self._shadows.end_path()
             self._path_end = None
+
+    def ended(self, path: Sequence[TreeNode], num_prompt: int, end: PathEnd) -> None:
+        self._end_path()
+        hashes = np.concatenate([node.page_hashes for node in path]).view(np.int64)
+        expected = self._records.ended(hashes, num_prompt, path[-1], end, self.now_s)
+        rest = expected.former
+        if rest is not None and rest in self:
+            on_path = {node.node_id for node in path}
+            while rest is not None and rest.node_id not in on_path and len(rest.children) < 2:
+                self._expect(rest, REPLACED)
+                rest = rest.parent
+        for node in path:
+            self._expect(node, expected.return_class)
+        if len(expected.replaced):
+            self._shadows.expect(expected.replaced, REPLACED)
+        self._shadows.expect(hashes, expected.return_class)
+
+    def _expect(self, node: TreeNode, return_class: int) -> None:
+        is_listed = node in self
+        if is_listed:
+            self.discard(node)
+        node.return_class = return_class
+        if is_listed:
+            self.add(node)
 
     def drop(self, leaf: TreeNode, keep_tokens: int, now: int) -> None:
         if keep_tokens and self._is_kept(leaf):
@@ -213,6 +282,8 @@ class AdaptivePolicy(EvictionPolicy):
         self._kept_by_hash.clear()
         self._ghosts.clear()
         self._shadows.clear()
+        self._records.clear()
+        self._by_return = False
         self._path_end = None
         self._forget_counts()
 

@@ -7,9 +7,11 @@ Ages use the tree's logical clock, never wall time, so that all hosts evict in t
 """
 
 import heapq
+from collections.abc import Iterable, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from sgl_jax.mem_cache.errors import LedgerError
+from sgl_jax.mem_cache.eviction.path_records import PathEnd
 from sgl_jax.mem_cache.tree_node import TreeNode
 
 EVICTION_POLICIES = ("adaptive", "lru")
@@ -53,6 +55,9 @@ class EvictionQueue(Generic[T]):
     def discard(self, item: T) -> None:
         self._members.pop(item.node_id, None)
 
+    def members(self) -> Iterable[T]:
+        return self._members.values()
+
     def oldest(self) -> T | None:
         """Return the least recently used member, without removing it; None if the set is empty."""
         while self._heap:
@@ -89,6 +94,7 @@ class EvictionPolicy:
     last call for it was `add`, not `discard`. `audit` verifies this invariant.
     """
 
+    now_s = 0.0  # seconds from any origin, set by the caller
     num_returned = 0  # pages that were evicted and used again while remembered
 
     def __init__(self, num_classes: int = 1) -> None:
@@ -117,6 +123,11 @@ class EvictionPolicy:
         """Return the first leaf to evict, without removing it; None if the set is empty."""
         return self._queues[0].oldest()
 
+    def expected_pause_s(self, node: TreeNode) -> float | None:
+        """Return how long after its last use the node is expected back; None if that does not
+        order the evictions."""
+        return None
+
     def num_kept(self, leaf: TreeNode) -> int:
         """Return the pages of the next victim's edge to keep until another leaf is chosen."""
         return 0
@@ -135,6 +146,10 @@ class EvictionPolicy:
 
     def use(self, node: TreeNode, now: int) -> None:
         """Record a use of `node` by a request, before `last_access` is updated."""
+
+    def ended(self, path: Sequence[TreeNode], num_prompt: int, end: PathEnd) -> None:
+        """Record the end of an answer: `path`, from the root and still locked, has its prompt of
+        `num_prompt` whole pages, and what follows."""
 
     def drop(self, leaf: TreeNode, keep_tokens: int, now: int) -> None:
         """Record that `leaf` is about to lose its edge's tokens past the first `keep_tokens`."""

@@ -1,4 +1,4 @@
-"""Three caches of hashes that count the hits of three eviction orders.
+"""Four caches of hashes that count the hits of four eviction orders.
 
 A shadow sees all requests. It has the size of the real cache or, if that is large, of a sample:
 only pages with a hash that ends in zeros, in a proportionally smaller cache (Waldspurger et al.
@@ -8,6 +8,8 @@ it leads clearly.
 - `ADAPTIVE`: the order of `adaptive_policy.py`, with separate counts and ghosts.
 - `LRU`: least recently used first.
 - `LFU`: fewest uses since the page entered the cache first; among equals, least recently used.
+- `RETURN`: the longest of expected pause and age first, and before all replaced rests of paths
+  (`path_records.py`). New pages of a running request have the first class.
 
 All shadows see the same uses, so a page has the same age in each. Every page read is admitted. The
 pages of a path are appended from its end, so that the end is evicted first; the shadows do not use
@@ -22,6 +24,7 @@ from sgl_jax.mem_cache.eviction.ghost_pages import Int64Array, UInt64Array
 from sgl_jax.mem_cache.eviction.shadow_pages import (
     ADAPTIVE,
     NONE,
+    NUM_SHADOWS,
     PAGE,
     STATE,
     num_used_more,
@@ -50,24 +53,28 @@ class ShadowCaches:
         self._mask = (1 << bits) - 1
         size = max(num_pages >> bits, 1)
         num_ghosts = GHOSTS_PER_PAGE * size
-        num_known = 3 * size + num_ghosts + 1
+        num_known = NUM_SHADOWS * size + num_ghosts + 1
         self._pages = np.zeros(num_known, PAGE)
         self._states = np.zeros(1, STATE)
         self._states["size"], self._states["num_ghosts"] = size, num_ghosts
         self._states["num_buckets"] = 1 << num_known.bit_length() - 1
         # Unread edges; the last may belong to an open path. For each ended path: the number of
-        # edges up to its end, and the time of its use.
+        # edges up to its end, the time of its use, also in seconds, and its class of expected
+        # return, or `NONE` if it was used.
         self._edges: list[UInt64Array] = []
         self._ends: list[int] = []
         self._times: list[int] = []
+        self._seconds: list[float] = []
+        self._classes: list[int] = []
         self._num_unread = 0  # pages
         # Reading this many pages at once costs little more than reading a few.
         self._most_unread = num_pages // UNREAD_PART
         self.path_used_at = 0
+        self._used_s = 0.0
         self.clear()
 
     def clear(self) -> None:
-        for unread in (self._edges, self._ends, self._times):
+        for unread in (self._edges, self._ends, self._times, self._seconds, self._classes):
             unread.clear()
         self._num_unread = 0
         state, pages = self._states[0], self._pages
@@ -84,17 +91,28 @@ class ShadowCaches:
     def is_due(self) -> bool:
         return self._num_unread > self._most_unread
 
-    def use(self, hashes: UInt64Array, now: int) -> None:
+    def use(self, hashes: UInt64Array, now: int, now_s: float = 0.0) -> None:
         """Extend the open path by pages with these prefixes. A path is read as a whole: otherwise
         LFU would evict some of its new pages for the rest."""
         self._edges.append(hashes)
         self._num_unread += len(hashes)
-        self.path_used_at = now
+        self.path_used_at, self._used_s = now, now_s
 
     def end_path(self) -> None:
         """End the open path, which must have pages. Later pages belong to another path."""
+        self._end(NONE)
+
+    def expect(self, hashes: Int64Array, return_class: int) -> None:
+        """Give the pages with these hashes a class of expected return. No path may be open."""
+        self._edges.append(hashes.view(np.uint64))
+        self._num_unread += len(hashes)
+        self._end(return_class)
+
+    def _end(self, return_class: int) -> None:
         self._ends.append(len(self._edges))
         self._times.append(self.path_used_at)
+        self._seconds.append(self._used_s)
+        self._classes.append(return_class)
 
     def read(self) -> Int64Array | None:
         """Read the ended paths; return hashes that left the leading shadow, None if it changed."""
@@ -105,10 +123,13 @@ class ShadowCaches:
         num_pages = np.array(list(accumulate(map(len, edges), initial=0)))
         self._num_unread -= int(num_pages[-1])
         ends, times = num_pages[self._ends], np.array(self._times)
-        self._ends.clear()
-        self._times.clear()
+        seconds, classes = np.array(self._seconds), np.array(self._classes)
+        for unread in (self._ends, self._times, self._seconds, self._classes):
+            unread.clear()
         hashes = np.concatenate(edges).view(np.int64)
-        gone = read_paths(hashes, ends, times, self._mask, self._pages, self._states)
+        gone = read_paths(
+            hashes, ends, times, seconds, classes, self._mask, self._pages, self._states
+        )
         if self._states["num_changes"][0] == num_changes:
             return gone
         self.leading_policy, self.has_changed = int(self._states["leading_policy"][0]), True

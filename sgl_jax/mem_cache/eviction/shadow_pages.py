@@ -13,10 +13,12 @@ from numpy.typing import NDArray
 
 from sgl_jax.core.compiled import compiled
 from sgl_jax.mem_cache.eviction.ghost_pages import Int64Array
+from sgl_jax.mem_cache.eviction.path_records import FIRST_CLASS, NUM_RETURN_CLASSES, PAUSE_S
 
-ADAPTIVE, LRU, LFU = range(3)
+NUM_SHADOWS = 4
+ADAPTIVE, LRU, LFU, RETURN = range(NUM_SHADOWS)
 NUM_CLASSES = 5  # by uses after the first: 0, 1, 2, 3, and 4 or more
-MAX_USES = 63  # distinguished by LFU
+MAX_USES = NUM_RETURN_CLASSES - 1  # distinguished by LFU
 HALVED_AFTER = 8  # turnovers after which hits, and the adaptive shadow's counts, are halved
 # A new leading policy must lead by the first part of the cache size, and by more after each change,
 # up to the last part. Equal shadows may hold different pages, and each change costs the hits of a
@@ -28,18 +30,24 @@ _PAGE_FIELDS = [
     ("hash", np.int64),
     ("next", np.int64),  # next page of the bucket or of the free list
     ("last_use", np.int64),  # time
+    ("used_s", np.float64),  # seconds at the last use
     ("last_path", np.int64),  # number of the path
     # At the page's last eviction from the adaptive shadow: time, number of evicted pages, class.
     *(("left_at", np.int64), ("left_as", np.int64), ("ghost_uses", np.int64)),
     # By shadow: the page's class, or `NONE` if absent, and its neighbours in the class's queue.
-    *(("num_uses", np.int64, 3), ("older", np.int64, 3), ("younger", np.int64, 3)),
+    *((name, np.int64, NUM_SHADOWS) for name in ("num_uses", "older", "younger")),
     # Not this page's, but at its index: the first page of a bucket, an entry of the ghost ring.
     *(("bucket", np.int64), ("ghost", np.int64)),
 ]
 _STATE_FIELDS = [
-    ("queues", np.int64, (3, MAX_USES + 1, 2)),  # by shadow and class: oldest, youngest page
+    (
+        "queues",
+        np.int64,
+        (NUM_SHADOWS, MAX_USES + 1, 2),
+    ),  # by shadow and class: oldest, youngest page
     ("counts", np.float64, (2, NUM_CLASSES)),  # pages used again, and pages evicted
-    *(("num_pages", np.int64, 3), ("hits", np.int64, 3)),  # of each shadow
+    *(("num_pages", np.int64, NUM_SHADOWS), ("hits", np.int64, NUM_SHADOWS)),  # of each shadow
+    ("now_s", np.float64),  # at the last use
     ("size", np.int64),  # maximum pages of a shadow
     *(("num_buckets", np.int64), ("num_ghosts", np.int64)),  # the former is a power of two
     ("free", np.int64),  # the first free page
@@ -49,6 +57,7 @@ _STATE_FIELDS = [
 ]
 PAGE, STATE = np.dtype((np.record, _PAGE_FIELDS)), np.dtype((np.record, _STATE_FIELDS))
 Record: TypeAlias = Any
+Float64Array = NDArray[np.float64]
 Records = NDArray[Any]
 
 _compiled = partial(compiled, page=PAGE, state=STATE)
@@ -105,7 +114,7 @@ def _is_ghost(page: int, pages: Records, state: Record) -> bool:
 
 @_compiled("(int64, page[::1], state)")
 def _free(page: int, pages: Records, state: Record) -> None:
-    for shadow in range(3):
+    for shadow in range(NUM_SHADOWS):
         if pages[page].num_uses[shadow] >= 0:
             return
     if _is_ghost(page, pages, state):
@@ -151,9 +160,24 @@ def _append(page: int, shadow: int, num_uses: int, pages: Records, state: Record
     queue[1] = page
 
 
+@_compiled("(int64, page[::1], state)")
+def _last_to_return(now: int, pages: Records, state: Record) -> int:
+    victim, longest = NONE, 0.0
+    for return_class in range(NUM_RETURN_CLASSES):
+        page = state.queues[RETURN, return_class, 0]
+        if page == NONE or pages[page].last_use == now:
+            continue
+        pause_s = max(PAUSE_S[return_class], state.now_s - pages[page].used_s)
+        if pause_s > longest:
+            victim, longest = page, pause_s
+    return victim
+
+
 @_compiled("(int64, int64, page[::1], state)")
 def _victim(shadow: int, now: int, pages: Records, state: Record) -> int:
     victim, lowest = NONE, 0.0
+    if shadow == RETURN:
+        return _last_to_return(now, pages, state)
     for num_uses in range(NUM_CLASSES if shadow == ADAPTIVE else MAX_USES + 1):
         page = state.queues[shadow, num_uses, 0]
         if page == NONE or pages[page].last_use == now:
@@ -204,7 +228,7 @@ def _make_room(shadow: int, now: int, pages: Records, state: Record) -> int:
 def _choose(state: Record) -> None:
     """Change the leading policy if another leads clearly; halve the hits after some turnovers."""
     best = state.leading_policy
-    for shadow in range(3):
+    for shadow in range(NUM_SHADOWS):
         if state.hits[shadow] > state.hits[best]:
             best = shadow
     lead = state.hits[best] - state.hits[state.leading_policy]
@@ -213,7 +237,7 @@ def _choose(state: Record) -> None:
         state.num_changes += 1
     if state.num_seen >= HALVED_AFTER * state.size:
         state.num_seen = 0
-        for shadow in range(3):
+        for shadow in range(NUM_SHADOWS):
             state.hits[shadow] //= 2
 
 
@@ -241,8 +265,12 @@ def _read(
                 num_uses[i] = min(uses + 1, NUM_CLASSES - 1)
             elif shadow == LFU:
                 num_uses[i] = min(uses + 1, MAX_USES)
+            elif shadow == RETURN:
+                num_uses[i] = uses
             continue
         is_new[i] = True
+        if shadow == RETURN:
+            num_uses[i] = FIRST_CLASS
         if shadow == ADAPTIVE and _is_ghost(page, pages, state):
             stayed = float(pages[page].left_at - last_uses[i] + 1)
             share = stayed / float(now - last_uses[i] + 1)
@@ -270,19 +298,34 @@ def _read(
     return left[:num_left]
 
 
-@_compiled("(int64[::1], int64[::1], int64[::1], int64, page[::1], state[::1])")
+@_compiled("(int64[::1], int64, page[::1], state)")
+def _expect(hashes: Int64Array, return_class: int, pages: Records, state: Record) -> None:
+    """Move pages to another class of expected return; later pages are evicted first."""
+    for i in range(len(hashes) - 1, -1, -1):
+        page = _find(hashes[i], pages, state)
+        if page != NONE and pages[page].num_uses[RETURN] >= 0:
+            _unlink(int(page), RETURN, pages, state)
+            _append(int(page), RETURN, return_class, pages, state)
+
+
+@_compiled(
+    "(int64[::1], int64[::1], int64[::1], float64[::1], int64[::1], int64, page[::1], state[::1])"
+)
 def read_paths(
     hashes: Int64Array,
     ends: Int64Array,
     times: Int64Array,
+    seconds: Float64Array,
+    classes: Int64Array,
     mask: int,
     pages: Records,
     states: Records,
 ) -> Int64Array:
     """Read one path after another into all shadows; return hashes that left the leading one.
 
-    `ends` are the ends of the paths in `hashes`, `times` their times of use. A hash with a bit of
-    `mask` set is outside the sample.
+    `ends` are the ends of the paths in `hashes`, `times` and `seconds` their times of use. A path
+    with a class other than `NONE` is not read: its pages get this class of expected return. A hash
+    with a bit of `mask` set is outside the sample.
     """
     assert len(ends) == len(times)
     assert ends[-1] == len(hashes)
@@ -292,7 +335,12 @@ def read_paths(
     num_left = start = 0
     for path in range(len(ends)):
         end, now = ends[path], times[path]
+        if classes[path] != NONE:
+            _expect(hashes[start:end], classes[path], pages, state)
+            start = end
+            continue
         state.num_paths += 1
+        state.now_s = seconds[path]
         read = np.empty(end - start, np.int64)
         last_uses = np.empty(end - start, np.int64)
         num_read = 0
@@ -305,10 +353,11 @@ def read_paths(
                 continue
             read[num_read], last_uses[num_read] = page, pages[page].last_use
             pages[page].last_path, pages[page].last_use = state.num_paths, now
+            pages[page].used_s = state.now_s
             num_read += 1
         start = end
         read, last_uses = read[:num_read], last_uses[:num_read]
-        for shadow in range(3):
+        for shadow in range(NUM_SHADOWS):
             gone = _read(shadow, read, last_uses, now, pages, state)
             if shadow == state.leading_policy:
                 left[num_left : num_left + len(gone)] = gone

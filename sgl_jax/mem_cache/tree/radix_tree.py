@@ -233,6 +233,7 @@ class RadixTree:
         # An insert below a lock does not update the use of the nodes above. They get it once it
         # matters: when they become leaves.
         parent.last_access = max(parent.last_access, leaf.last_access)
+        parent.used_s = max(parent.used_s, leaf.used_s)
         self.refresh(parent)
         if parent is not self.root:
             self.merge_up(parent)  # it may be older than the nodes above it
@@ -318,6 +319,7 @@ class RadixTree:
         key, namespace = lower.key[:num_tokens].copy(), lower.namespace
         upper = self._new_node(key, parent, lower.child_key, namespace)
         upper.last_access, upper.num_uses = lower.last_access, lower.num_uses
+        upper.used_s, upper.return_class = lower.used_s, lower.return_class
         upper.was_cut = True
         if self.resumable is not None:
             upper.read.last_access, upper.read.num_uses = lower.read.last_access, lower.num_uses

@@ -225,13 +225,22 @@ def _chat_messages(message: Message) -> Iterator[dict[str, Any]]:
         yield own | {"reasoning_content": thought or None, "tool_calls": calls or None}
 
 
+class CacheCreation(Struct, frozen=True):
+    """The tokens written to the cache. It keeps no prefix for a given time, so none for an hour."""
+
+    ephemeral_5m_input_tokens: int
+    ephemeral_1h_input_tokens: int = 0
+
+
 class MessagesUsage(Struct, frozen=True):
-    """Tokens; `input_tokens` excludes tokens read from the cache."""
+    """Tokens of the prompt: read from the cache, written to it (whole pages before the last token),
+    and the rest."""
 
     input_tokens: int
     cache_read_input_tokens: int
+    cache_creation_input_tokens: int
+    cache_creation: CacheCreation
     output_tokens: int
-    cache_creation_input_tokens: int = 0
 
 
 class MessageObject(Struct):
@@ -362,7 +371,19 @@ class MessagesFormat(PartsFormat):
             content=list(map(_block, self._parts)),
             stop_reason=stop_reason,
             stop_sequence=stop_sequence,
-            usage=MessagesUsage(stream.num_prompt_tokens - cached, cached, num_output_tokens),
+            usage=self._usage(stream.num_prompt_tokens, cached, num_output_tokens),
+        )
+
+    def _usage(self, num_prompt: int, cached: int, num_output_tokens: int) -> MessagesUsage:
+        created, page_size = 0, self._refs.frontend.facts.page_size
+        if not self._refs.args.disable_radix_cache:
+            created = max((num_prompt - 1) // page_size * page_size - cached, 0)
+        return MessagesUsage(
+            input_tokens=num_prompt - cached - created,
+            cache_read_input_tokens=cached,
+            cache_creation_input_tokens=created,
+            cache_creation=CacheCreation(created),
+            output_tokens=num_output_tokens,
         )
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from sgl_jax.mem_cache.eviction.ghost_pages import PrefixHasher
 from sgl_jax.mem_cache.eviction.shadow_caches import ShadowCaches
-from sgl_jax.mem_cache.eviction.shadow_pages import ADAPTIVE, LFU, LRU
+from sgl_jax.mem_cache.eviction.shadow_pages import ADAPTIVE, LFU, LRU, NUM_SHADOWS
 from tests.mem_cache.cache_loads import Prompt, fresh_pages, hit_rate, take
 from tests.mem_cache.drawn_loads import drawn_load, lfu_hit_rate, loss
 
@@ -13,7 +13,7 @@ from tests.mem_cache.drawn_loads import drawn_load, lfu_hit_rate, loss
 def hits_of(prompts: list[Prompt], num_pages: int) -> np.ndarray:
     """The share of the sampled pages that each shadow has when they are read."""
     shadows, hasher = ShadowCaches(num_pages), PrefixHasher(1)
-    hits, num_seen = np.zeros(3), 0
+    hits, num_seen = np.zeros(NUM_SHADOWS), 0
     for now, prompt in enumerate(prompts, 1):
         state = shadows._states[0]
         before = state.hits.copy()

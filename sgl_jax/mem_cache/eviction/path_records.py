@@ -1,0 +1,189 @@
+"""When paths are expected back: one record for each conversation, which outlives its pages.
+
+A request continues the conversation whose last prompt it extends to at least half. The pause is the
+time from the end of the former answer to the arrival of the next request. The record keeps the
+geometric mean of the pauses, since most are short and a few are very long. After a final answer,
+which a person reads, the pause is expected to be four times as long as after a tool call.
+
+A client's forecast of a pause replaces the mean. Forecasts are corrected by the mean error of their
+tenant's earlier ones, so they order the paths of one tenant and gain nothing from another's.
+
+Pauses are counted in quarters of octaves: a *class* of expected return. Classes come from a table
+of square roots, so all hosts compute the same ones.
+"""
+
+import weakref
+from bisect import bisect_right
+from collections import OrderedDict
+from itertools import accumulate, repeat
+from math import sqrt
+from operator import mul
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from sgl_jax.mem_cache.eviction.ghost_pages import Int64Array
+from sgl_jax.mem_cache.tree_node import TreeNode
+
+NUM_RETURN_CLASSES = 64
+REPLACED = 0  # the rest of a path after its conversation took another one
+_SHORTEST = NUM_RETURN_CLASSES - 1  # pauses of a second or less
+_PAUSES_S = list(accumulate(repeat(sqrt(sqrt(2.0)), _SHORTEST - 1), mul, initial=1.0))
+# The expected pause of each class in seconds; a replaced rest is never expected.
+PAUSE_S = np.array([np.inf, *reversed(_PAUSES_S)])
+_FIRST_PAUSE_S = 60.0
+_FINAL_CLASSES = 8  # four times as long
+_KEPT_PART = 0.7  # weight of the former mean
+_ERROR_PART = 0.05  # weight of a forecast's error in the mean of its tenant's
+_MAX_RECORDS = 4096
+_MAX_TENANTS = 1024  # with forecasts
+_TAIL_PAGES = 64  # pages of a path's end that may be recognized as replaced
+_NO_PAGES = np.zeros(0, np.int64)
+
+
+class PathEnd(NamedTuple):
+    """The end of a request's answer: `prompt_len` tokens, arrived at `arrived_s`. `is_final` if no
+    tool is called; `pause_s` if the client said when the next request comes; `agent` if it sent the
+    conversation's id, with its namespace. Forecasts are compared with the pauses by `tenant`."""
+
+    prompt_len: int
+    arrived_s: float
+    is_final: bool = False
+    pause_s: float | None = None
+    agent: tuple[str, str] | None = None
+    tenant: str = ""
+
+
+class PathReturn(NamedTuple):
+    """The class of a path, the hashes of its former path that it lacks, and that path's leaf."""
+
+    return_class: int
+    replaced: Int64Array
+    former: TreeNode | None
+
+
+def class_of(pause_s: float) -> int:
+    """Return the class of the longest pause in the table that is not above `pause_s`."""
+    return NUM_RETURN_CLASSES - max(bisect_right(_PAUSES_S, pause_s), 1)
+
+
+FIRST_CLASS = class_of(_FIRST_PAUSE_S)
+
+
+Key: TypeAlias = int | tuple[str, str]  # the hash of a prefix, or the id of a conversation
+
+
+class _Record:
+    __slots__ = ("ended_s", "first", "forecast", "keys", "leaf", "mean", "num_pages", "tail")
+
+    mean: float  # in classes
+    ended_s: float
+    first: int  # hash of the first page
+    keys: list[Key]
+    forecast: int | None  # class of the client's forecast
+    num_pages: int
+    tail: Int64Array  # the last hashes of the path
+    leaf: "weakref.ref[TreeNode]"
+
+    def __init__(self) -> None:
+        self.mean = float(FIRST_CLASS)
+        self.num_pages, self.tail = 0, _NO_PAGES
+
+
+class PathRecords:
+    """The records of the conversations that answered last."""
+
+    def __init__(self) -> None:
+        self._records: OrderedDict[int, _Record] = OrderedDict()  # by id(), the oldest first
+        self._by_key: dict[Key, _Record] = {}
+        self._errors: OrderedDict[str, float] = OrderedDict()  # in classes, by tenant
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def clear(self) -> None:
+        self._records.clear()
+        self._by_key.clear()
+        self._errors.clear()
+
+    def ended(
+        self, hashes: Int64Array, num_prompt: int, leaf: TreeNode, end: PathEnd, now_s: float
+    ) -> PathReturn:
+        """Record the end of an answer at `leaf`, the end of a path with these hashes, of which the
+        first `num_prompt` are the prompt's."""
+        if not num_prompt:
+            return PathReturn(FIRST_CLASS, _NO_PAGES, None)
+        prompt = hashes[:num_prompt].tolist()
+        record = self._find(prompt, end.agent)
+        replaced, former = _NO_PAGES, None
+        if record is None:
+            record = _Record()
+        else:
+            pause_class = class_of(end.arrived_s - record.ended_s)
+            record.mean = _KEPT_PART * record.mean + (1 - _KEPT_PART) * pause_class
+            if record.forecast is not None:
+                self._note_error(end.tenant, pause_class - record.forecast)
+            replaced = _not_in(record, hashes)
+            if len(replaced):
+                former = record.leaf()
+            self._forget(record)
+        record.ended_s, record.leaf = now_s, weakref.ref(leaf)
+        record.first, record.num_pages = prompt[0], len(hashes)
+        record.tail = hashes[-_TAIL_PAGES:].copy()
+        record.keys = _keys(prompt)
+        if end.agent is not None:
+            record.keys.append(end.agent)
+        self._remember(record)
+        expected = record.mean - _FINAL_CLASSES * end.is_final
+        record.forecast = None
+        if end.pause_s is not None:
+            record.forecast = class_of(end.pause_s)
+            expected = record.forecast + self._errors.get(end.tenant, 0.0)
+        return_class = min(max(round(expected), REPLACED + 1), _SHORTEST)
+        return PathReturn(return_class, replaced, former)
+
+    def _note_error(self, tenant: str, error: float) -> None:
+        mean = self._errors.pop(tenant, 0.0)
+        self._errors[tenant] = mean + _ERROR_PART * (error - mean)
+        if len(self._errors) > _MAX_TENANTS:
+            self._errors.popitem(last=False)
+
+    def _find(self, prompt: list[int], agent: Key | None) -> _Record | None:
+        """Return the agent's record if the prompt has its first page, since side requests may have
+        its id, too; else the record with the longest key in the prompt."""
+        find = self._by_key.get
+        record = None if agent is None else find(agent)
+        if record is not None and record.first == prompt[0]:
+            return record
+        for page_hash in reversed(prompt):
+            if (record := find(page_hash)) is not None:
+                return record
+        return None
+
+    def _remember(self, record: _Record) -> None:
+        self._by_key.update(dict.fromkeys(record.keys, record))
+        self._records[id(record)] = record
+        if len(self._records) > _MAX_RECORDS:
+            self._forget(next(iter(self._records.values())))
+
+    def _forget(self, record: _Record) -> None:
+        del self._records[id(record)]
+        for key in record.keys:
+            if self._by_key.get(key) is record:
+                del self._by_key[key]
+
+
+def _keys(prompt: list[int]) -> list[Key]:
+    """Return the hashes 1, 2, 4, ... pages before the end of a prompt, down to its half: its last
+    pages may differ in the next prompt, and its beginning may be another conversation's."""
+    return [prompt[-(1 << i)] for i in range(max(len(prompt) // 2, 1).bit_length())]
+
+
+def _not_in(record: _Record, hashes: Int64Array) -> Int64Array:
+    """Return the end of the record's path that a path with `hashes` lacks; all hashes of a path
+    after its first page that differs, differ."""
+    first = record.num_pages - len(record.tail)
+    other = hashes[first : record.num_pages]
+    is_same = record.tail[: len(other)] == other
+    num_same = int(is_same.argmin()) if not is_same.all() else len(other)
+    return record.tail[num_same:]

@@ -1,0 +1,95 @@
+"""What the scheduler tells the cache of a conversation's next request."""
+
+from typing import Any
+
+from sgl_jax.core.messages import Reuse
+from sgl_jax.core.scheduler_args import SchedulerArgs
+from sgl_jax.mem_cache.eviction.path_records import FIRST_CLASS, REPLACED, class_of
+from sgl_jax.mem_cache.eviction.shadow_pages import RETURN
+from tests.scheduler.driver import Driver, generate, make_sizes
+
+PROMPT = [*range(3, 27)]
+
+
+class Agent:
+    """One conversation on an engine of its own."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.driver = Driver(make_sizes(num_pages=61), SchedulerArgs(**settings))
+        self.prompt, self.now_s = PROMPT, 100.0
+        self.driver.tick(self.now_s)
+
+    def turn(self, after_s: float, num_tokens: int = 3, **reuse: Any) -> int:
+        """Send the next request after a pause; return the class of its path's leaf."""
+        self.now_s += after_s
+        self.driver.tick(self.now_s)
+        rid = str(len(self.prompt))
+        self.driver.submit(
+            generate(rid, self.prompt, num_tokens, reuse=Reuse(**reuse), ignore_eos=True)
+        )
+        self.driver.run()
+        self.prompt = [*self.prompt, *self.driver.tokens[rid], 1, 2]
+        nodes = self.driver.scheduler.ranks[0].memory.cache.nodes()
+        return max(nodes, key=lambda node: node.end).return_class
+
+
+def test_pauses_are_those_from_an_answer_to_the_next_request() -> None:
+    agent = Agent()
+    assert agent.turn(0.0, agent="a") == FIRST_CLASS
+    assert agent.turn(8.0, agent="a") == round(0.7 * FIRST_CLASS + 0.3 * class_of(8.0))
+
+
+def test_an_answer_without_a_call_is_final_and_a_forecast_is_taken_as_it_is() -> None:
+    agent = Agent()
+    token = 28  # of no answer: checked below
+    assert agent.turn(0.0, call_token_ids=(token,)) == FIRST_CLASS - 8
+    answer = agent.prompt[len(PROMPT) : -2]
+    assert token not in answer
+    again = Agent()
+    assert again.turn(0.0, call_token_ids=(token, answer[1])) == FIRST_CLASS
+    assert again.turn(8.0, call_token_ids=(answer[1],), pause_s=300.0) == class_of(300.0)
+    counters = again.driver.scheduler.ranks[0].counters()
+    assert (counters["forecasts_honored"], counters["forecasts_ignored"]) == (1, 0)
+
+
+def test_an_answer_that_the_next_prompt_lacks_is_evicted_first() -> None:
+    agent = Agent()
+    agent.turn(0.0, num_tokens=12, agent="a")
+    agent.prompt = [*PROMPT, *[9] * 12]
+    agent.turn(8.0, agent="a")
+    tree = agent.driver.scheduler.ranks[0].memory.cache.tree
+    policy: Any = tree.policy
+    policy._shadows.leading_policy, policy._shadows.has_changed = RETURN, True
+    policy._follow(None)
+    rest = policy.next_victim(tree.clock)
+    assert rest.return_class == REPLACED
+    assert rest.end > len(PROMPT)
+    assert 9 not in rest.key
+    policy._expect(rest, FIRST_CLASS)
+    agent.now_s += 30.0  # both are expected after 60 s, and the rest was used first
+    agent.driver.tick(agent.now_s)
+    assert policy.next_victim(tree.clock) is rest
+    kept = next(node for node in tree.nodes() if 9 in node.key and not node.children)
+    policy._expect(kept, class_of(300.0))
+    assert policy.next_victim(tree.clock) is kept
+
+
+def test_nothing_is_recorded_of_other_traffic_or_with_the_switch_off() -> None:
+    for agent, name in ((Agent(), ""), (Agent(radix_expected_return="off"), "a")):
+        agent.turn(0.0, agent=name)
+        agent.turn(8.0, agent=name)
+        policy: Any = agent.driver.scheduler.ranks[0].memory.cache.tree.policy
+        assert len(policy._records) == 0
+
+
+def test_a_request_that_its_client_leaves_records_nothing() -> None:
+    agent = Agent()
+    reuse = Reuse(agent="a", pause_s=8.0)
+    agent.driver.submit(generate("left", PROMPT, 9, reuse=reuse, ignore_eos=True))
+    for _ in range(4):
+        agent.driver.step()
+    agent.driver.abort("left")
+    agent.driver.run()
+    policy: Any = agent.driver.scheduler.ranks[0].memory.cache.tree.policy
+    assert len(policy._records) == 0
+    assert agent.driver.scheduler.ranks[0].counters()["forecasts_ignored"] == 1
