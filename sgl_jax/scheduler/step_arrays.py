@@ -85,7 +85,7 @@ def _rank_plan(
 ) -> RankPlan:
     """Return the plan of a rank's `rows`, LAUNCHED[n], before any commit; its arrays are views of
     them. `share` has the fields of the rank's SHARE."""
-    num_decode, longest, num_scored, top_logprobs_num, _ = share
+    num_decode, longest, num_scored, top_logprobs_num, _, returns_hidden = share
     num_pages = -(-(longest + ranks.lookahead_slots) // ranks.page_size)
     reports = num_scored > 0 or top_logprobs_num >= 0
     admissions = tuple(builder.rank.unsent_admissions.values())
@@ -104,6 +104,7 @@ def _rank_plan(
         return_logprob=top_logprobs_num >= 0,
         top_logprobs_num=max(top_logprobs_num, 0),
         num_logprob_ids=num_ids,
+        returns_hidden=returns_hidden,
         states=plan_states(builder, rows) if ranks.has_states else None,
         drafts=builder.drafts,
         num_steps=1 + rows["num_ahead"] if has_steps else None,

@@ -3929,7 +3929,7 @@ MUTATIONS = (
     Mutation(
         "steps: let a row with a grammar take several",
         _STEPS,
-        "    if running.has_grammar[rows].any():\n        return None\n",
+        "    if (running.has_grammar[rows] | running.returns_hidden[rows]).any():\n        return None\n",
         "",
     ),
     Mutation(

@@ -57,6 +57,7 @@ class RequestStream:
         # A session's turn excludes the history until the first output.
         self.num_prompt_tokens = len(request.input_ids)
         self.cached_tokens = 0
+        self.hidden: bytes | None = None  # see `RequestOutput`
         self.dp_rank = 0
         self.finish: FinishReason | None = None
         self.error: Exception | None = None  # set instead of `finish` after a failure
@@ -115,6 +116,7 @@ class RequestStream:
         """Take a full output, and set `finish` at the end or if it completes a stop string."""
         self.cached_tokens = output.cached_tokens
         self.dp_rank = output.dp_rank
+        self.hidden = output.hidden or self.hidden
         if output.prompt_tokens is not None:
             self.num_prompt_tokens = output.prompt_tokens
         self._logprobs += output.logprobs or ()
