@@ -68,6 +68,11 @@ class ServerArgs(SchedulerArgs):
         "(processed); auto: scaled for /generate, raw for other APIs",
         ("auto", *LOGPROBS_MODES),
     )
+    is_embedding: bool = setting(
+        False,
+        "serve embeddings instead of text; without effect if the model's folder has a modules.json "
+        "with pooling of the last token, which is served so in any case",
+    )
     chat_template: str | None = setting(None, "file with a chat template, if not the tokenizer's")
     tool_call_parser: str = setting(
         "auto",

@@ -134,8 +134,8 @@ class Engine:
             options: `rid`, `return_logprob`, `top_logprobs_num`, `token_ids_logprob`,
                 `logprob_start_len`, `logprobs_mode`, `dp_rank`. One value or a list with one per
                 prompt: `priority`, and `extra_key` or `cache_salt` (a namespace of cached
-                prefixes). With `max_new_tokens` 0: `return_hidden`. With a single prompt: `session_params`, a `SessionTurn` or a mapping of
-                its fields (`{"id": ...}`).
+                prefixes). With a single prompt: `session_params`, a `SessionTurn` or a mapping of
+                its fields (`{"id": ...}`). With `max_new_tokens` 0: `return_hidden`.
 
         Raises:
             InvalidRequestError: a prompt or parameter cannot be served. Nothing was started, except

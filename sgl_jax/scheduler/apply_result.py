@@ -149,7 +149,8 @@ def _output(
 
 def _hidden(result: RankResult, index: int) -> bytes:
     assert result.hidden is not None, "the plan asked for hidden states"
-    return result.hidden[index].astype("<f4", copy=False).tobytes()
+    hidden: bytes = result.hidden[index].astype("<f4", copy=False).tobytes()
+    return hidden
 
 
 def _token_logprobs(

@@ -11,8 +11,10 @@ from sgl_jax.scheduler.request import Request
 
 
 class ProgramGate:
-    """A gate for requests whose steps need extra programs. While it is open, as at first, those with
-    a grammar pass once it is compiled, and the others at once.
+    """A gate for requests whose steps need extra programs.
+
+    While it is open, as at first, a request with a grammar passes once that is compiled, and any
+    other at once.
 
     Attributes:
         held: the held requests by rid, in the order of arrival.

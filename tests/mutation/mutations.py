@@ -3929,8 +3929,8 @@ MUTATIONS = (
     Mutation(
         "steps: let a row with a grammar take several",
         _STEPS,
-        "    if (running.has_grammar[rows] | running.returns_hidden[rows]).any():\n        return None\n",
-        "",
+        "    if (running.has_grammar[rows] | running.returns_hidden[rows]).any():\n",
+        "    if running.returns_hidden[rows].any():\n",
     ),
     Mutation(
         "steps: take several next to a chunk of a prompt",
