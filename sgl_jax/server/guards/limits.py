@@ -15,7 +15,10 @@ MAX_FIELDS = 256  # in an object with fixed fields
 _MIB = 2**20
 _MOST_BYTES_PER_CHAR = 6  # a character as \uXXXX
 _LONG_BODY_PATHS = frozenset(
-    {"/generate", "/v1/completions", "/tokenize", "/detokenize", "/score", "/v1/score"}
+    {
+        *("/generate", "/v1/completions", "/tokenize", "/detokenize", "/score", "/v1/score"),
+        *("/v1/embeddings", "/embeddings", "/v1/rerank", "/v2/rerank", "/rerank"),
+    }
 )
 _CHAT_PATHS = frozenset(
     {"/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"}
@@ -55,8 +58,8 @@ class Limits:
     # Bodies, after the key is checked
     max_body_bytes: int = _limit(
         ServerArgs.max_body_bytes,
-        "bytes of a body of `/generate`, `/v1/completions`, `/tokenize`, `/detokenize` and "
-        "`/v1/score` (413)",
+        "bytes of a body of `/generate`, `/v1/completions`, `/v1/embeddings`, `/v1/rerank`, "
+        "`/v1/score`, `/tokenize` and `/detokenize` (413)",
     )
     max_chat_body_bytes: int = _limit(
         ServerArgs.max_body_bytes,
