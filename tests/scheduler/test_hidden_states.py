@@ -29,16 +29,22 @@ def test_each_gets_its_own_state(interval: int, num_ahead: int, has_drafts: bool
         driver.submit(embed(rid, prompt))
     driver.submit(generate("late", LONG[:3], 12))
     driver.run()
-    prompts |= {"again": LONG, "page": LONG[:8]}  # wholly cached, but for the last token
+    prompts |= {"again": LONG, "page": LONG[:8]}  # from a full cache
     for rid in ("again", "page"):
         driver.submit(embed(rid, prompts[rid]))
     driver.submit(generate("same", LONG, 9))
+    driver.run()
+    prompts["alone"] = LONG  # one token is left to compute, next to one that decodes
+    driver.submit(generate("decodes", [1, 2], 20))
+    for _ in range(4):
+        driver.step()
+    driver.submit(embed("alone", LONG))
     driver.run()
     assert driver.hidden == {
         rid: driver.oracle.expected_hidden(prompt) for rid, prompt in prompts.items()
     }
     assert driver.cached["again"] >= 20
-    for rid in ("plain", "late", "same"):
+    for rid in ("plain", "late", "same", "decodes"):
         driver.check_tokens(rid)
     driver.check_replay()
     is_masked = [plan.is_masked for plan in driver.plans]

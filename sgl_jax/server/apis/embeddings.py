@@ -47,7 +47,7 @@ class EmbeddingsBody(WholeAnswerFields):
         return prompts
 
 
-class Embedding(Struct, frozen=True):
+class EmbeddingEntry(Struct, frozen=True):
     index: int
     embedding: list[float] | str
     object: str = "embedding"
@@ -56,7 +56,7 @@ class Embedding(Struct, frozen=True):
 class EmbeddingList(Struct, frozen=True):
     """The embeddings, in the order of the input."""
 
-    data: list[Embedding]
+    data: list[EmbeddingEntry]
     model: str
     usage: Usage
     object: str = "list"
@@ -85,8 +85,8 @@ async def embeddings(body: EmbeddingsBody, request: Request) -> Response:
         assert stream.hidden is not None, "the request asked for it"
         vector = _embedding(stream.hidden, body.dimensions)
         is_text = body.encoding_format == "base64"
-        written = base64.b64encode(vector).decode() if is_text else vector.tolist()
-        data.append(msgspec.Raw(msgspec.json.encode(Embedding(index, written))))
+        written = base64.b64encode(vector.tobytes()).decode() if is_text else vector.tolist()
+        data.append(msgspec.Raw(msgspec.json.encode(EmbeddingEntry(index, written))))
         await share.pause()
     return json_response(EmbeddingList(data, refs.model_name, usage_of(group.streams)))
 
