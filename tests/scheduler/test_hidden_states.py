@@ -34,11 +34,11 @@ def test_each_gets_its_own_state(interval: int, num_ahead: int, has_drafts: bool
         driver.submit(embed(rid, prompts[rid]))
     driver.submit(generate("same", LONG, 9))
     driver.run()
-    prompts["alone"] = LONG  # one token is left to compute, next to one that decodes
+    prompts["alone"] = [40, *LONG[:8]]  # a chunk, and a token next to a request that decodes
     driver.submit(generate("decodes", [1, 2], 20))
     for _ in range(4):
         driver.step()
-    driver.submit(embed("alone", LONG))
+    driver.submit(embed("alone", prompts["alone"]))
     driver.run()
     assert driver.hidden == {
         rid: driver.oracle.expected_hidden(prompt) for rid, prompt in prompts.items()
