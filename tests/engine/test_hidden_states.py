@@ -17,7 +17,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "shared hidden states": {"tp_size": 2, "hidden_sharding": "tensor"},
     "no overlap": {"disable_overlap_schedule": True, "page_size": 1},
     "drafts": {"speculative_algorithm": "NGRAM"},
-    "several steps": {"num_decode_steps": 4},
+    "several steps": {"num_decode_steps": "4"},
+    "programs in the background": {"warmup": "staged"},
 }
 
 
@@ -55,6 +56,7 @@ def check_embeddings(engine: Engine) -> None:
             np.testing.assert_allclose(embedding, expected, rtol=0, atol=TOLERANCE)
             assert result.output_ids == []
     assert again[-1].cached_tokens == 60
+    assert engine.server_info()["counters"]["compiles_after_ready"] == 0
 
 
 def test_they_are_those_of_transformers(pytestconfig: pytest.Config) -> None:
