@@ -9,6 +9,7 @@ For each model, or those named, it writes a Hugging Face folder and `golden.npz`
     prompt_logits [n, V]  logits of every prompt position
     greedy [m]            the tokens that greedy decoding appends
     greedy_logits [m, V]  the logits from which each of them was chosen
+for Qwen3 `embeddings.npz`, the normalized last hidden states of several prompts, concatenated,
 and for models with recurrences `long.npz`, the same of a prompt of several chunks of the delta
 rule, with `prompt_logits` of only its last positions.
 """
@@ -589,6 +590,8 @@ def make(folder: Path, kind: type[PreTrainedModel], config: PretrainedConfig, se
         save_packed(folder, packed)
     (folder / "model.safetensors").chmod(0o644)
     write_continuation(model, PROMPT_TOKENS, folder / "golden.npz")
+    if kind is Qwen3ForCausalLM:
+        write_embeddings(model, folder / "embeddings.npz")
     if hasattr(config, "linear_num_key_heads"):
         write_continuation(model, LONG_PROMPT_TOKENS, folder / "long.npz")
 
@@ -606,6 +609,20 @@ def write_continuation(model: PreTrainedModel, num_tokens: int, file: Path) -> N
         prompt_logits=model(prompt[None]).logits[0, -PROMPT_TOKENS:].float().numpy(),
         greedy=tokens[num_tokens:].numpy().astype(np.int32),
         greedy_logits=torch.stack(logits).numpy(),
+    )
+
+
+@torch.no_grad()
+def write_embeddings(model: PreTrainedModel, file: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    lens = (1, 16, 45, 61)
+    prompts = [torch.randint(0, model.config.vocab_size, (n,), generator=generator) for n in lens]
+    states = [model.model(prompt[None]).last_hidden_state[0, -1].float() for prompt in prompts]
+    np.savez_compressed(
+        file,
+        prompts=torch.cat(prompts).numpy().astype(np.int32),
+        lens=np.array(lens),
+        embeddings=torch.nn.functional.normalize(torch.stack(states), dim=-1).numpy(),
     )
 
 

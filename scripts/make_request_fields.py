@@ -21,6 +21,7 @@ from sgl_jax.server.apis.context_edits import (
     ClearToolUses,
     ContextManagement,
 )
+from sgl_jax.server.apis.embeddings import EmbeddingsBody
 from sgl_jax.server.apis.messages import (
     CountTokensBody,
     Message,
@@ -48,7 +49,8 @@ from sgl_jax.server.apis.responses import (
     TextFormat,
     TextOptions,
 )
-from sgl_jax.server.apis.text import DetokenizeBody, ScoreBody, ScoreTokensBody, TokenizeBody
+from sgl_jax.server.apis.scores import RerankBody, ScoreBody, ScoreTokensBody
+from sgl_jax.server.apis.text import DetokenizeBody, TokenizeBody
 from sgl_jax.server.chat_request import (
     CalledFunction,
     ChatMessage,
@@ -139,6 +141,8 @@ _BODIES: tuple[tuple[str, type[StrictModel]], ...] = (
     ("`/abort_request`", AbortBody),
     ("`/tokenize`", TokenizeBody),
     ("`/detokenize`", DetokenizeBody),
+    ("`/v1/embeddings`", EmbeddingsBody),
+    ("`/v1/rerank`", RerankBody),
     ("`/v1/score`", ScoreBody),
     ("`/score_tokens`", ScoreTokensBody),
     *((f"`{call.route}`", body_of(call)) for call in CALL_OF.values() if call.route),

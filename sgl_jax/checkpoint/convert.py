@@ -30,7 +30,7 @@ from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.placement import place_model
 from sgl_jax.models.quantization import AT_LOAD
 
-_SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
+_SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*_Pooling/*.json")
 
 
 def convert(
@@ -70,9 +70,12 @@ def convert(
     for pattern in _SIDE_FILES:
         for file in sorted(model_path.glob(pattern)):
             if file.name != INDEX_FILE:
-                shutil.copyfile(file, output / file.name)
+                copy = output / file.relative_to(model_path)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, copy)
     if stored != given:
-        raw = read_json(model_path / CONFIG_FILE) | {"tie_word_embeddings": False}
+        tied = {"tie_word_embeddings": stored.tie_word_embeddings}
+        raw = read_json(model_path / CONFIG_FILE) | tied
         (output / CONFIG_FILE).write_text(json.dumps(raw, indent=2) + "\n")
     if kv_scales is not None:
         write_kv_scales(output / KV_SCALES_FILE, kv_scales, config)

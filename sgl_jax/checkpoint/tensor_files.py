@@ -22,13 +22,20 @@ from sgl_jax.checkpoint.gguf.folder import GGUF_FILE, GGUF_SUFFIX
 
 _FLOAT8 = "F8_E4M3"
 INDEX_FILE = "model.safetensors.index.json"
+# The names of a model that was saved without its head's class begin with one of these.
+_BASE_PARTS = ("embed_tokens.", "layers.", "norm.")
+_BODY = "model."
 # Bytes of an element by stored dtype.
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1}
 _ITEM_BYTES |= {"I64": 8, "I32": 4, "I8": 1, "U8": 1, "BOOL": 1}
 
 
 class TensorFiles:
-    """Read-only view of all tensors of a folder; a context manager."""
+    """Read-only view of all tensors of a folder; a context manager.
+
+    The tensors of a base model, saved without its head's class, get the names that they have in
+    the whole model.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Open every file.
@@ -43,6 +50,10 @@ class TensorFiles:
             for path in _files(folder):
                 self._open(path, stack)
             self._stack = stack.pop_all()
+        self.is_base_model = all(name.startswith(_BASE_PARTS) for name in self._tensors)
+        if self.is_base_model:
+            self._tensors = {_BODY + name: lazy for name, lazy in self._tensors.items()}
+            self._file_of = {_BODY + name: path for name, path in self._file_of.items()}
 
     def __enter__(self) -> "TensorFiles":
         return self

@@ -55,6 +55,8 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: list[TokenLogprobs] | None = None
     # Prompt tokens including the history; set on the first output of a session's turn.
     prompt_tokens: int | None = None
+    # Little-endian float32[hidden_size], if requested.
+    hidden: bytes | None = None
 
 
 class Mark(msgspec.Struct, frozen=True, array_like=True):

@@ -130,6 +130,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         priority: in [-2**31, 2**31); ignored unless scheduling by priority is on.
         is_prompt_only: the client needs no output. The engine still generates one token, which the
             frontend drops.
+        return_hidden: report the last layer's hidden state of the prompt's last token, after the
+            final norm; only with `is_prompt_only`.
         is_length_default: the engine may lower `max_new_tokens` to the room that the session's
             history leaves: the client did not set it, or `--strict-max-tokens` is off.
         tenant: None: no tenant; all such requests share the engine as one tenant.
@@ -151,6 +153,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     session: SessionTurn | None = None
     is_length_default: bool = False
     is_prompt_only: bool = False
+    return_hidden: bool = False
     namespace: str = ""
     priority: int = 0
     tenant: Tenant | None = None

@@ -120,6 +120,7 @@ class RankPlan(NamedTuple):
     return_logprob: bool = False  # True if any row reports the sampled token
     top_logprobs_num: int = 0  # most likely tokens to report, maximum over rows
     num_logprob_ids: int = 0  # `logprob_ids` to report, maximum over rows
+    returns_hidden: bool = False  # True if any row reports a hidden state
     states: StatePlan | None = None  # only for models with recurrent layers
     # [num_decode, max_draft_tokens] drafts chosen by the host for decode rows; NO_DRAFT where the
     # step computes the draft. None: the step computes all drafts.
@@ -167,7 +168,8 @@ class StepPlan:
     planned.
 
     If a grammar constrains a sampling row, `is_masked` is set. The step then samples only when
-    `Executor.draw` is called, since the allowed tokens depend on the previous token.
+    `Executor.draw` is called, since the allowed tokens depend on the previous token. It is also set
+    if a rank `returns_hidden`, since only these steps report hidden states.
 
     If `has_steps`, every rank has `num_steps`, and none has a prefill row or a grammar.
 
@@ -217,6 +219,8 @@ class RankResult(NamedTuple):
     id_logprobs: Float32Array | None = None  # [n, w, MAX_LOGPROB_IDS], each row's first
     # Index of a row in the plan -> values, for rows with `num_scored` above 0.
     prompt_logprobs: dict[int, PromptLogprobs] | None = None
+    # [n, hidden_size] each row's last hidden state without its drafts, after the final norm.
+    hidden: Float32Array | None = None
 
 
 # A launched step with an unread result; opaque to all but the executor that created it.

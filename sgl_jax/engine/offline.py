@@ -143,7 +143,7 @@ class Engine:
                 `logprob_start_len`, `logprobs_mode`, `dp_rank`. One value or a list with one per
                 prompt: `priority`, and `extra_key` or `cache_salt` (a namespace of cached
                 prefixes). With a single prompt: `session_params`, a `SessionTurn` or a mapping of
-                its fields (`{"id": ...}`).
+                its fields (`{"id": ...}`). With `max_new_tokens` 0: `return_hidden`.
 
         Raises:
             InvalidRequestError: a prompt or parameter cannot be served. Nothing was started, except

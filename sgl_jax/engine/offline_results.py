@@ -2,9 +2,12 @@
 
 import dataclasses
 
+import numpy as np
+
 from sgl_jax.core.engine_messages import FinishReason, TokenLogprobs
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.grammar import GRAMMAR_KINDS
+from sgl_jax.core.step_plan import Float32Array
 from sgl_jax.engine.front.request_stream import Chunk, RequestStream
 
 
@@ -30,6 +33,7 @@ class Generation:
     rid: str
     weight_versions: tuple[tuple[int, str], ...] = ()
     has_old_kv: bool = False
+    hidden: Float32Array | None = None  # [hidden_size], with `return_hidden`
 
 
 class GenerationError(RuntimeError):
@@ -66,6 +70,7 @@ def extended(so_far: Generation | None, chunk: Chunk, stream: RequestStream) -> 
         output_ids=before.output_ids + chunk.token_ids,
         finish_reason=chunk.finish,
         cached_tokens=stream.cached_tokens,
+        hidden=None if stream.hidden is None else np.frombuffer(stream.hidden, "<f4"),
         dp_rank=stream.dp_rank,
         weight_versions=tuple(stream.weight_versions),
         has_old_kv=stream.has_old_kv,

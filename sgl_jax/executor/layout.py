@@ -88,6 +88,7 @@ class StepOutput(NamedTuple):
     # int32[S, n] for the successors of the scored queries, row by row: S is the minimum of
     # max_prompt_logprob_tokens and the step's queries.
     prompt_logprobs: jax.Array
+    hidden: jax.Array | None = None  # float32[B, hidden_size], only of masked steps
 
 
 def pack_logprobs(values: LogprobArrays) -> jax.Array:
@@ -221,6 +222,10 @@ class DPLayout:
             for i, (scored, values) in enumerate(zip(num_scored, fetched, strict=True)):
                 if scored is not None:
                     results[i] = results[i]._replace(prompt_logprobs=_by_row(scored, values))
+        if any(plan.returns_hidden for plan in ranks):
+            for i, own in enumerate(self.split(np.asarray(output.hidden), num_rows)):
+                if ranks[i].returns_hidden:
+                    results[i] = results[i]._replace(hidden=own)
         return tuple(results)
 
     def _fetch(

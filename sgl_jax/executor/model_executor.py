@@ -150,6 +150,7 @@ class ModelExecutor(Executor):
             "kv_cache_dtype": cache_dtype_name(config.pool_layouts[0].dtype),
             "platform": config.platform,
             "devices": [str(device) for device in self._mesh.devices.flat],
+            "hidden_size": model.hidden_size,
             "eos_token_ids": list(model.eos_token_ids),
             "weight_bytes": sum(leaf.nbytes for leaf in self.weights.arrays),
             "kv_pool_bytes": sum(pool.nbytes for pool in self._state.kv_pools),

@@ -38,6 +38,8 @@ def check_plan(plan: StepPlan, sizes: EngineSizes) -> None:
             raise ValueError(f"step {plan.step_id}, rank {index}: {problem}")
     if plan.has_steps and plan.is_masked:
         raise ValueError(f"step {plan.step_id}: a masked plan has one step")
+    if not plan.is_masked and any(rank.returns_hidden for rank in plan.ranks):
+        raise ValueError(f"step {plan.step_id}: only a masked plan returns hidden states")
     if any((rank.num_steps is None) == plan.has_steps for rank in plan.ranks):
         raise ValueError(f"step {plan.step_id}: either all ranks have several steps, or none has")
     if len(plan.page_changes.cells) or len(plan.page_changes.pages):

@@ -5,7 +5,8 @@ the rank, and no rank reads another's. Every chip of a rank gets the sampled tok
 token table stays equal on all of them.
 
 Most steps run both halves as one program. Steps with grammars run two programs: the first runs
-while the host computes the allowed tokens, which depend on the previous token.
+while the host computes the allowed tokens, which depend on the previous token. The second of two
+programs also reports hidden states.
 """
 
 from collections.abc import Sequence
@@ -48,7 +49,7 @@ class Computed(NamedTuple):
     """The results of a step's first half, for its second."""
 
     logits: jax.Array  # float32[queries that may sample, columns of this chip]
-    hidden: jax.Array  # [T, hidden_size] after all layers
+    hidden: jax.Array  # [T, hidden_size] after all layers and the final norm
     draft_hidden: jax.Array | None  # hidden states that the draft layer starts from
     queries: "Queries"
 
@@ -111,7 +112,8 @@ def draw_step(
     computed: Computed,
     masks: jax.Array | None = None,
 ) -> tuple[StepState, StepOutput]:
-    """Run the second half: sample and record tokens, and report log-probabilities.
+    """Run the second half: sample and record tokens, and report log-probabilities. With `masks`,
+    also report each row's last hidden state.
 
     `masks` int32[B, 1 + max_draft_tokens, ceil(vocab_size / 32)] are the tokens allowed for each
     row next, and after each of its drafts; None: any.
@@ -170,7 +172,13 @@ def draw_step(
     by_row = LogprobArrays(*(sampled.by_row(values, 1 + max_drafts) for values in logprobs))
     new_tokens = jnp.where(is_new & ~is_wrong[:, None], new_tokens, -1)
     new_tokens = new_tokens.at[:, 0].set(jnp.where(is_wrong, NON_FINITE, new_tokens[:, 0]))
-    output = StepOutput(new_tokens, pack_logprobs(by_row), pack_logprobs(prompt_logprobs))
+    last_hidden = None
+    if masks is not None:
+        lasts = batch.q_offsets[1:] - 1 - queries.drafts
+        last_hidden = computed.hidden[lasts].astype(jnp.float32)
+    output = StepOutput(
+        new_tokens, pack_logprobs(by_row), pack_logprobs(prompt_logprobs), last_hidden
+    )
     states = state.states
     if states is not None:
         state_batch = build_state_batch(states, controls, given.num_tokens, sizes)

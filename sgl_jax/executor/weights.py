@@ -163,4 +163,5 @@ def stored_model(model_path: str, load_format: str, args: ServerArgs) -> tuple[M
     config = served_config(ModelConfig.from_path(model_path), args)
     if load_format == "auto":
         load_format = detect_format(Path(model_path))
-    return with_stored_head(config, Path(model_path), load_format), load_format
+    folder, is_embedding = Path(model_path), args.is_embedding
+    return with_stored_head(config, folder, load_format, is_embedding=is_embedding), load_format

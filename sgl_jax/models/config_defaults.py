@@ -254,12 +254,16 @@ _TEXT_MODELS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 _OF_THE_WHOLE = ("eos_token_id", "tie_word_embeddings")
 
 
+# Classes without a head, whose other tensors are those of the class with one.
+_BASE_MODELS = {"Qwen3Model": "Qwen3ForCausalLM"}
+
+
 def architecture_name(raw: Mapping[str, Any]) -> str:
-    """Return the model's class in transformers. Raise ModelConfigError."""
+    """Return the model's class in transformers, with a head. Raise ModelConfigError."""
     names = required(raw, "architectures")
     if not isinstance(names, list) or len(names) != 1:
         raise ModelConfigError(f"architectures must be a list of one name, got {names!r}")
-    return str(names[0])
+    return _BASE_MODELS.get(str(names[0]), str(names[0]))
 
 
 def text_architecture(raw: Mapping[str, Any]) -> str:

@@ -84,7 +84,10 @@ def apply_result(
             at = i - bounds[rank.dp_rank]
             logprobs = _token_logprobs(rank, row, gained, results[rank.dp_rank], at)
         finish = _finish_reason(end, gained[-1])
-        outputs.outputs.append(_output(rank, row, gained, finish, logprobs))
+        hidden = None
+        if rank.columns.returns_hidden[row]:
+            hidden = _hidden(results[rank.dp_rank], i - bounds[rank.dp_rank])
+        outputs.outputs.append(_output(rank, row, gained, finish, logprobs, hidden))
         if finish is not None:
             done.append(rank.finish(row))
     return done, num_failed
@@ -123,6 +126,7 @@ def _output(
     tokens: list[int],
     finish: FinishReason | None,
     logprobs: list[TokenLogprobs] | None,
+    hidden: bytes | None,
 ) -> RequestOutput:
     request = rank.running.request(row)
     prompt_logprobs = request.pending_prompt_logprobs or None
@@ -137,7 +141,14 @@ def _output(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         prompt_tokens=request.pop_prompt_len(),
+        hidden=hidden,
     )
+
+
+def _hidden(result: RankResult, index: int) -> bytes:
+    assert result.hidden is not None, "the plan asked for hidden states"
+    hidden: bytes = result.hidden[index].astype("<f4", copy=False).tobytes()
+    return hidden
 
 
 def _token_logprobs(

@@ -1,7 +1,8 @@
 """Chooses the number of decode steps of a plan, and reserves their slots.
 
-A plan has several steps if it has only decode rows, none of them with a grammar, and no request
-waits. A row's tokens after the first count like drafts: they are certain once the result is read.
+A plan has several steps if it has only decode rows, none of them with a grammar or with a hidden
+state to return, and no request waits. A row's tokens after the first count like drafts: they are
+certain once the result is read.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ def reserve_steps(ranks: Ranks, builders: Sequence[StepBuilder], most: int) -> I
         return None
     running, tables = ranks.running, ranks.tables
     rows, bounds = ranks.join([builder.decode_rows for builder in builders])
-    if running.has_grammar[rows].any():
+    if (running.has_grammar[rows] | running.returns_hidden[rows]).any():
         return None
     unread = running.unread_drafts[rows]
     num_steps = np.minimum(running.max_len[rows] - running.planned_len[rows] - unread, most)

@@ -52,7 +52,7 @@ class Expect(msgspec.Struct, frozen=True, tag=True):
 
 
 class AwaitPrograms(msgspec.Struct, frozen=True, tag=True):
-    """The programs of steps with a grammar are being compiled: requests with a grammar wait."""
+    """The programs of masked steps are being compiled: requests that need them wait."""
 
 
 class ProgramsReady(msgspec.Struct, frozen=True, tag=True):

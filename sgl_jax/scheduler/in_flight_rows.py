@@ -32,6 +32,7 @@ ROW = np.dtype(
         ("top_logprobs_num", np.int32),
         ("return_logprob", np.bool_),
         ("has_grammar", np.bool_),
+        ("returns_hidden", np.bool_),
         ("is_unsent", np.bool_),  # nothing sent yet: the first output carries more than a token
     ],
     align=True,
@@ -64,7 +65,8 @@ SHARE = np.dtype(
         ("longest", np.int64),  # the most tokens that a row may need
         ("num_scored", np.int64),  # queries
         ("top_logprobs_num", np.int64),  # the most that a row reports; -1 if none reports any
-        ("is_masked", np.bool_),  # a row draws a token by a grammar
+        ("is_masked", np.bool_),  # a row draws a token by a grammar, or returns a hidden state
+        ("returns_hidden", np.bool_),
     ],
     align=True,
 )
@@ -147,7 +149,8 @@ def launch(
             share.longest = max(share.longest, end + row.unread_drafts + ahead)
             share.num_scored += num_scored
             if samples:
-                share.is_masked |= row.has_grammar
+                share.is_masked |= row.has_grammar | row.returns_hidden
+                share.returns_hidden |= row.returns_hidden
                 if row.return_logprob:
                     share.top_logprobs_num = max(share.top_logprobs_num, row.top_logprobs_num)
                 row.planned_len += 1

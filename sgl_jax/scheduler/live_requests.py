@@ -105,7 +105,7 @@ class LiveRequests:
             text = self._too_many_queued(message)
             self._refuse(message, _refusal(text, 429, "tenant_queue_full"))
             return
-        if self.gate.error and message.sampling.grammar is not None:
+        if self.gate.refuses(message):
             self._refuse(message, _refusal(self.gate.error, 500))
             return
         try:

@@ -1,26 +1,30 @@
 """Holds requests with a grammar until it is compiled, and until the programs of their steps are.
 
-Only steps with a grammar need extra programs. Held requests stay out of the waiting queue, so they
-block nothing, preempt nothing and are not passed over.
+Only steps with a grammar, or with a hidden state to return, need extra programs. Held requests stay
+out of the waiting queue, so they block nothing, preempt nothing and are not passed over.
 """
 
 from collections.abc import Iterator
 
+from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.scheduler.request import Request
 
 
 class ProgramGate:
-    """A gate for requests with a grammar. While it is open, as at first, each passes once compiled.
+    """A gate for requests whose steps need extra programs.
+
+    While it is open, as at first, a request with a grammar passes once that is compiled, and any
+    other at once.
 
     Attributes:
         held: the held requests by rid, in the order of arrival.
-        error: reason why requests with a grammar cannot be served; "" if they can.
+        error: reason why such requests cannot be served; "" if they can.
     """
 
     def __init__(self) -> None:
         self._is_open = True
         self.held: dict[str, Request] = {}
-        self._compiled: set[str] = set()  # rids of held requests with a compiled grammar
+        self._compiled: set[str] = set()  # rids of held requests that wait only for programs
         self.error = ""
 
     def __iter__(self) -> Iterator[Request]:
@@ -53,10 +57,16 @@ class ProgramGate:
         self._compiled.add(request.rid)
         return self._is_open
 
+    def refuses(self, message: GenerateRequest) -> bool:
+        """Return whether the request needs programs that failed to compile."""
+        return bool(self.error) and (message.sampling.grammar is not None or message.return_hidden)
+
     def holds(self, request: Request) -> bool:
-        """Hold `request` if it has a grammar; return whether it has."""
+        """Hold `request` if it has to wait here; return whether it has."""
         if request.message.sampling.grammar is None:
-            return False
+            if self._is_open or not request.message.return_hidden:
+                return False
+            self._compiled.add(request.rid)
         self.held[request.rid] = request
         return True
 

@@ -57,6 +57,7 @@ class RowColumns:
         self.top_logprobs_num: Int32Array = self.records["top_logprobs_num"]
         self.return_logprob: BoolArray = self.records["return_logprob"]
         self.has_grammar: BoolArray = self.records["has_grammar"]
+        self.returns_hidden: BoolArray = self.records["returns_hidden"]
         self.is_unsent: BoolArray = self.records["is_unsent"]
 
     @classmethod
@@ -139,7 +140,8 @@ class RunningRows:
             *(count, count, 0),  # known, planned, unread drafts
             *(request.prompt_len + sampling.min_new_tokens, request.max_len, score_start),
             *(request.message.top_logprobs_num, request.message.return_logprob),
-            *(sampling.grammar is not None, count == request.prompt_len),
+            *(sampling.grammar is not None, request.message.return_hidden),
+            count == request.prompt_len,
         )
         columns.prompt_len[row] = request.prompt_len
         columns.regained_len[row] = count + request.num_lost

@@ -12,7 +12,17 @@ from sgl_jax.memory_view import MEMORY_PAGE
 from sgl_jax.server.admin import call_routes, management, weight_routes
 from sgl_jax.server.admin.openapi import install_openapi
 from sgl_jax.server.answer_stream import CLAMPED_HEADER
-from sgl_jax.server.apis import chat, completions, messages, native, openai, responses, text
+from sgl_jax.server.apis import (
+    chat,
+    completions,
+    embeddings,
+    messages,
+    native,
+    openai,
+    responses,
+    scores,
+    text,
+)
 from sgl_jax.server.apis.response_store import ResponseStore
 from sgl_jax.server.errors import install_error_handlers
 from sgl_jax.server.guards.bodies import BodyLimitMiddleware
@@ -45,10 +55,10 @@ def build_app(refs: References, keys: ApiKeys) -> FastAPI:
     app.state.engine_reads = EngineReads(refs)
     app.state.health_probe = HealthProbe(refs.frontend)
     app.state.memory_watch = MemoryWatch(refs)
-    apis = (chat.router, completions.router, native.router, openai.router, text.router)
-    others = (openai.other_models, responses.router, messages.router)
-    admin = (call_routes.router, management.router, weight_routes.router, memory_routes.router)
-    for router in (*apis, *admin, *others):
+    apis = (chat, completions, native, openai, text, scores, embeddings)
+    own = (call_routes, management, weight_routes, memory_routes)
+    routers = [module.router for module in (*apis, *own, responses, messages)]
+    for router in (*routers, openai.other_models):
         # `include_router` would match a request against every route twice.
         app.router.routes.extend(router.routes)
     pages = [

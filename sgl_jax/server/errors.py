@@ -210,8 +210,8 @@ def _rename(error: InvalidRequestError, names: Mapping[str, str]) -> None:
 
 def _from_validation(errors: Sequence[Any]) -> ApiError:
     """Return a sentence about the deepest error in pydantic's list. In a union, the branch with the
-    value's type has the useful error."""
-    worst = max(errors, key=lambda error: (len(error["loc"]), not error["type"].endswith("_type")))
+    value's type has the useful error, and a list that is too long was not looked at further."""
+    worst = max(errors, key=_usefulness)
     path = field_path(worst["loc"])
     cause = worst.get("ctx", {}).get("error")
     if isinstance(cause, InvalidRequestError):  # raised by a check of the object at `path`
@@ -224,6 +224,11 @@ def _from_validation(errors: Sequence[Any]) -> ApiError:
     if worst["loc"] == ("body",):
         reason = f"the body must be a JSON object with content type application/json: {reason}"
     return ApiError(400, f"{path}: {reason}" if path else reason, param=path, code="invalid_value")
+
+
+def _usefulness(error: Any) -> tuple[bool, int, bool]:
+    kind = str(error["type"])
+    return kind == "too_long", len(error["loc"]), not kind.endswith("_type")
 
 
 def field_path(location: Sequence[str | int]) -> str | None:

@@ -195,6 +195,16 @@ class RequestFields(StrictModel):
         ]
 
 
+class WholeAnswerFields(RequestFields):
+    """Fields of routes without streams."""
+
+    @model_validator(mode="after")
+    def _no_stream(self) -> "WholeAnswerFields":
+        if self.stream:
+            raise InvalidRequestError("answers of this route do not come in a stream", "stream")
+        return self
+
+
 _MAX_STOP_IDS_SENT = 256  # each is checked for every answer, although few may count
 
 

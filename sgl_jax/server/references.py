@@ -3,10 +3,12 @@
 import functools
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from fastapi import Request
 
+from sgl_jax.core.embedding_model import embedding_refusal
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.front.frontend import Frontend
 from sgl_jax.engine.front.health import EngineHealth
@@ -66,6 +68,21 @@ class References:
                 param="model",
                 code="model_not_found",
             )
+
+    @functools.cached_property
+    def _embedding_refusal(self) -> str:
+        return embedding_refusal(Path(self.args.model_path), is_embedding=self.args.is_embedding)
+
+    def check_task(self, *, embeds: bool) -> None:
+        """Raise `ApiError` 400 unless the model makes embeddings, or text if not `embeds`."""
+        refusal = self._embedding_refusal
+        if embeds != bool(refusal):
+            return
+        does = "makes embeddings: it generates no text"
+        if embeds:
+            does = f"generates text: {refusal}, and --is-embedding is not set"
+        message = f"the model {self.model_name!r} {does}"
+        raise ApiError(400, message, param="model", code="unsupported_task")
 
     def check_open(self) -> None:
         """Raise an error that becomes a 503 if the server takes no new work now."""

@@ -29,17 +29,22 @@ _SHORT_CHARS = 2048  # total of a request, tokenized within a millisecond
 _JOB_CHARS = 65_536  # maximum size of a job for the workers
 
 
-def admit(request: Request, body: RequestFields, num_requests: int) -> None:
+def admit(
+    request: Request, body: RequestFields, num_requests: int, *, embeds: bool = False
+) -> None:
     """Raise unless the server takes `num_requests` requests of `body` now. Call it before any work.
+
+    `embeds` is True if they are for embeddings, not for text.
 
     Raises:
         InvalidRequestError: there are too many of them to be ever accepted together.
         QueueFullError, TenantQueueFullError: the engine has no room for so many requests.
-        ApiError: the server takes no work, or has another model.
+        ApiError: the server takes no work, or has another model, or one for the other task.
     """
     refs = references_of(request)
     refs.check_open()
     refs.check_model(body.model)
+    refs.check_task(embeds=embeds)
     refs.frontend.pending.check_room(num_requests, tenant_of(request, body.user))
 
 

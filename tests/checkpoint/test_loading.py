@@ -24,6 +24,7 @@ from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.expert_placement import place_experts
 from sgl_jax.models.placement import place_model
+from tests.support.embedding_models import save_base_model, write_modules
 from tests.support.long import long
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -304,6 +305,34 @@ def test_stored_heads_are_compared_with_tied_embeddings(tmp_path, change, monkey
     found = with_stored_head(ModelConfig.from_path(folder), folder, "safetensors")
     assert found.tie_word_embeddings == (change in ("none", "type"))
     assert ("lm_head.weight differs" in caplog.text) != found.tie_word_embeddings
+
+
+def load_stored(folder):
+    """The weights of a folder, with the head that its files call for."""
+    config = with_stored_head(ModelConfig.from_path(folder), folder, "safetensors")
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "tensor"))
+    placed = place_model(config, mesh, BuildOptions(jnp.float32))
+    return flatten_mapping(load_params(placed, folder, "safetensors"))
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3Model"])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_an_embedding_model_is_loaded_without_a_head(tmp_path, is_tied, architecture):
+    changes = {"tie_word_embeddings": is_tied, "architectures": [architecture]}
+    folder = save_base_model(tmp_path / "base", **changes)
+    write_modules(folder)
+    expected = load(GOLDEN / "qwen3")
+    del expected["lm_head", "weight"]
+    assert_same(load_stored(folder), expected)
+    convert(folder, tmp_path / "orbax", "float32")
+    assert_same(load(tmp_path / "orbax"), expected)
+    assert (tmp_path / "orbax" / "1_Pooling" / "config.json").is_file()
+
+
+def test_a_base_model_is_no_model_of_text(tmp_path):
+    folder = save_base_model(tmp_path / "base")
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is missing"):
+        load_stored(folder)
 
 
 def four_experts(folder, family):

@@ -81,6 +81,7 @@ DP_SIZE = 2
 PAGE_SIZE = 4
 MAX_RUNNING = 4  # what the frontend is told; the script runs all that comes
 LOGPROB = -0.5
+HIDDEN_SIZE = 4
 EOS = 1
 RANK_COUNTERS = {
     **dict.fromkeys(("prompt_tokens", "cached_tokens", "evicted_pages", "sessions_evicted"), 0),
@@ -92,6 +93,12 @@ RANK_COUNTERS = {
     **dict.fromkeys(("store_put_blocks", "store_loaded_tokens"), 0),
 }
 CHANGES = (PauseGeneration, ContinueGeneration, UpdateWeightsFromDisk, SetInternalState)
+
+
+def scripted_hidden(request: GenerateRequest) -> bytes:
+    """The last and the first token, and the number of them, from which no two lengths are equal."""
+    ids = request.input_ids
+    return np.array([ids[-1], ids[0], len(ids), 1], "<f4").tobytes()
 
 
 @dataclass
@@ -140,6 +147,7 @@ class ScriptedEngine:
             "dp_size": DP_SIZE,
             "page_size": PAGE_SIZE,
             "max_running_requests": MAX_RUNNING,
+            "hidden_size": HIDDEN_SIZE,
             "eos_token_ids": [EOS],
             "is_paused": self.is_paused,
             "model_path": self.model_path,
@@ -328,6 +336,7 @@ class ScriptedEngine:
                     logprobs=[self.logprobs(request, token)] if request.return_logprob else None,
                     prompt_logprobs=self.prompt_logprobs(request) if first else None,
                     prompt_tokens=self.prompt_tokens(request) if first else None,
+                    hidden=scripted_hidden(request) if request.return_hidden else None,
                 )
             )
         return msgspec.structs.replace(batch, tokens=np.array(tokens, "<i4").tobytes())

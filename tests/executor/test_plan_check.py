@@ -138,6 +138,13 @@ def test_several_steps_are_of_all_ranks_and_without_masks():
             check_plan(broken, sizes)
 
 
+def test_only_a_masked_plan_returns_hidden_states():
+    hidden = plan(returns_hidden=True)
+    check_plan(replace(hidden, is_masked=True), SIZES)
+    with pytest.raises(ValueError, match="only a masked plan returns hidden states"):
+        check_plan(hidden, SIZES)
+
+
 def test_the_plan_must_have_the_engines_ranks():
     with pytest.raises(ValueError, match="1 ranks, the engine 2"):
         check_plan(plan(), SIZES._replace(dp_size=2))

@@ -47,6 +47,7 @@ _RUNNABLE = "sgl_jax/scheduler/runnable.py"
 _DRAFTS = "sgl_jax/scheduler/draft_policy.py"
 _KEPT = "sgl_jax/scheduler/kept_states.py"
 _STEPS = "sgl_jax/scheduler/decode_steps.py"
+_GATE = "sgl_jax/scheduler/program_gate.py"
 _COMMIT = "sgl_jax/scheduler/apply_result.py"
 _SCHEDULER = "sgl_jax/scheduler/scheduler.py"
 _NON_FINITE = "sgl_jax/scheduler/non_finite.py"
@@ -4004,8 +4005,44 @@ MUTATIONS = (
     Mutation(
         "steps: let a row with a grammar take several",
         _STEPS,
-        "    if running.has_grammar[rows].any():\n        return None\n",
-        "",
+        "    if (running.has_grammar[rows] | running.returns_hidden[rows]).any():\n",
+        "    if running.returns_hidden[rows].any():\n",
+    ),
+    Mutation(
+        "steps: let a row that returns a hidden state take several",
+        _STEPS,
+        "    if (running.has_grammar[rows] | running.returns_hidden[rows]).any():\n",
+        "    if running.has_grammar[rows].any():\n",
+    ),
+    Mutation(
+        "hidden states: plan a step that cannot return them",
+        _LAUNCHED,
+        "                share.is_masked |= row.has_grammar | row.returns_hidden\n",
+        "                share.is_masked |= row.has_grammar\n",
+    ),
+    Mutation(
+        "hidden states: return another row's",
+        _COMMIT,
+        "            hidden = _hidden(results[rank.dp_rank], i - bounds[rank.dp_rank])\n",
+        "            hidden = _hidden(results[rank.dp_rank], 0)\n",
+    ),
+    Mutation(
+        "hidden states: start before their programs are compiled",
+        _GATE,
+        "            if self._is_open or not request.message.return_hidden:\n",
+        "            if True:\n",
+    ),
+    Mutation(
+        "hidden states: wait at an open gate",
+        _GATE,
+        "            if self._is_open or not request.message.return_hidden:\n",
+        "            if not request.message.return_hidden:\n",
+    ),
+    Mutation(
+        "hidden states: wait for a grammar, too",
+        _GATE,
+        "            self._compiled.add(request.rid)\n        self.held",
+        "        self.held",
     ),
     Mutation(
         "steps: take several next to a chunk of a prompt",

@@ -176,6 +176,7 @@ class Driver:
         self.wanted_ids: dict[str, list[int]] = {}
         self.wanted_top: dict[str, int] = {}  # of requests that want log-probabilities
         self.logprobs: dict[str, list[TokenLogprobs]] = defaultdict(list)
+        self.hidden: dict[str, bytes] = {}
         self.plans: list[StepPlan] = []
 
     def submit(self, message: GenerateRequest, history: list[int] | None = None) -> None:
@@ -307,6 +308,9 @@ class Driver:
             self.logprobs[output.rid].extend(output.logprobs or [])
             self.cached[output.rid] = output.cached_tokens
             self.dp_rank[output.rid] = output.dp_rank
+            if output.hidden is not None:
+                assert output.rid not in self.hidden, f"{output.rid} got a second hidden state"
+                self.hidden[output.rid] = output.hidden
             if output.prompt_tokens is not None:
                 assert output.rid not in self.prompt_tokens, f"{output.rid} told its prompt twice"
                 self.prompt_tokens[output.rid] = output.prompt_tokens

@@ -106,7 +106,7 @@ def test_a_launch_counts_the_tokens_that_its_rows_will_sample() -> None:
         (1, True, True),
         (0, False, False),
     ]
-    assert shares.tolist() == [(1, 9, 0, 2, True), (0, 7, 4, -1, False)]
+    assert shares.tolist() == [(1, 9, 0, 2, True, False), (0, 7, 4, -1, False, False)]
     assert columns.planned_len[[1, 4]].tolist() == [6, 9]
     assert columns.unread_drafts[[1, 4]].tolist() == [4, 0]
     assert columns.score_start[[1, 4]].tolist() == [NOT_SCORED, 3]

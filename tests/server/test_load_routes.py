@@ -63,7 +63,7 @@ async def test_both_names_of_the_servers_facts_need_the_admins_key(
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/embeddings", "/v1/rerank", "/v1/audio/transcriptions", "/v1/images/generations"]
+    "path", ["/encode", "/classify", "/v1/audio/transcriptions", "/v1/images/generations"]
 )
 async def test_what_other_models_do_is_refused_clearly(rig: Rig, path: str) -> None:
     for body in ({"json": {"input": "hi"}}, {"files": {"file": b"sound"}}):

@@ -30,6 +30,14 @@ _MASK = (1 << 64) - 1
 NON_FINITE_BITS = np.uint64(0x5A5A_5A5A_5A5A_5A5A)
 
 
+HIDDEN_SIZE = 4
+
+
+def made_up_hidden(state: int) -> NDArray[np.float32]:
+    """The last hidden state of the prefix with this hash."""
+    return np.array([state >> 16 * i & 0xFFFF for i in range(HIDDEN_SIZE)], np.float32)
+
+
 class ContentError(AssertionError):
     """A step would have read KV that is not that of its own prefix."""
 
@@ -87,6 +95,13 @@ class OracleExecutor(FakeExecutor):
             output.append(self._sample(state))
             state = _extend(state, output[-1])
         return output
+
+    def expected_hidden(self, prompt: list[int]) -> bytes:
+        """The hidden state that any schedule must return for `prompt`."""
+        state = 0
+        for token in prompt:
+            state = _extend(state, token)
+        return made_up_hidden(state).tobytes()
 
     def holds_state(self, rank: int, slots: list[int], tokens: Int32Array) -> bool:
         """Whether one of the rank's slots has the state after `tokens`."""
@@ -193,6 +208,8 @@ class OracleExecutor(FakeExecutor):
                 num_kept += len(gained) - 1
                 result.tokens[i, : len(gained)] = gained
                 self._report(result, i, state, gained, self._ids(rank, plan, i))
+                if result.hidden is not None:
+                    result.hidden[i] = made_up_hidden(state)
                 stored = tokens[row, end : end + len(gained)]
                 stored[:] = gained[: len(stored)]  # the last one may lie past the table's end
                 _hash_span(tokens[row], hashes[row], end, end + len(stored))
@@ -219,6 +236,8 @@ class OracleExecutor(FakeExecutor):
         width = 1 + self.sizes.max_draft_tokens
         shape = (len(plan.rows), width if plan.num_steps is None else self.sizes.max_decode_steps)
         result = RankResult(np.full(shape, -1, np.int32))
+        if plan.returns_hidden:
+            result = result._replace(hidden=np.zeros((len(plan.rows), HIDDEN_SIZE), np.float32))
         if not plan.return_logprob:
             return result
         return result._replace(

@@ -60,6 +60,7 @@ class RequestStream:
         # (first token, version) of the output tokens that are from one version of the weights.
         self.weight_versions: list[tuple[int, str]] = []
         self.has_old_kv = False  # KV of earlier weights was kept for it
+        self.hidden: bytes | None = None  # see `RequestOutput`
         self.dp_rank = 0
         self.finish: FinishReason | None = None
         self.error: Exception | None = None  # set instead of `finish` after a failure
@@ -125,6 +126,7 @@ class RequestStream:
         """Take a full output, and set `finish` at the end or if it completes a stop string."""
         self.cached_tokens = output.cached_tokens
         self.dp_rank = output.dp_rank
+        self.hidden = output.hidden or self.hidden
         if output.prompt_tokens is not None:
             self.num_prompt_tokens = output.prompt_tokens
         self._logprobs += output.logprobs or ()

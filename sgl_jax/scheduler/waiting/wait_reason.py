@@ -40,7 +40,7 @@ class WaitReason(NamedTuple):
     - "order": the rank is held for request `behind`, which was passed over too often;
     - "tenant": its tenant runs as many requests as allowed;
     - "grammar": its grammar is being compiled, or waits for that;
-    - "program": programs of steps with a grammar are being compiled;
+    - "program": the programs of its steps are being compiled;
     - "paused": it waits for the end of a pause, or for fewer running requests under forced retracts
       (a test's setting).
     """
@@ -72,6 +72,6 @@ _WORDS = {
     "order": "the rank is held for request {behind}",
     "tenant": "its tenant runs as many requests as allowed",
     "grammar": "its grammar is being compiled",
-    "program": "programs of steps with a grammar are being compiled",
+    "program": "the programs of its steps are being compiled",
     "paused": "generation is paused",
 }

@@ -183,10 +183,8 @@ def token_text(data: bytes) -> str:
 
 
 # Routes of other kinds of models. Unlike a 404, which could mean a typo, these give the reason.
-_RANKS = "ranks no documents; /v1/score compares tokens after each of them"
 _TASKS = {
-    "makes no embeddings": "/v1/embeddings /embeddings /encode /pooling",
-    _RANKS: "/v1/rerank /v2/rerank /rerank",
+    "pools nothing; /v1/embeddings is for models that make embeddings": "/encode /pooling",
     "classifies nothing": "/classify /v1/classify",
     "moderates nothing": "/v1/moderations",
     "speaks no text": "/v1/audio/speech",

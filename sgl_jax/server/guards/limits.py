@@ -18,6 +18,7 @@ _LONG_BODY_PATHS = frozenset(
     {
         *("/generate", "/v1/completions", "/tokenize", "/detokenize", "/score", "/v1/score"),
         "/score_tokens",
+        *("/v1/embeddings", "/embeddings", "/v1/rerank", "/v2/rerank", "/rerank"),
     }
 )
 _CHAT_PATHS = frozenset(
@@ -58,8 +59,8 @@ class Limits:
     # Bodies, after the key is checked
     max_body_bytes: int = _limit(
         ServerArgs.max_body_bytes,
-        "bytes of a body of `/generate`, `/v1/completions`, `/tokenize`, `/detokenize`, "
-        "`/v1/score` and `/score_tokens` (413)",
+        "bytes of a body of `/generate`, `/v1/completions`, `/v1/embeddings`, `/v1/rerank`, "
+        "`/v1/score`, `/score_tokens`, `/tokenize` and `/detokenize` (413)",
     )
     max_chat_body_bytes: int = _limit(
         ServerArgs.max_body_bytes,
