@@ -141,6 +141,11 @@ class ServerArgs(SchedulerArgs):
         "else xla",
         ("auto", "pallas", "xla"),
     )
+    enable_deterministic_inference: bool = setting(
+        False,
+        "bit-equal tokens and log-probabilities of a request in any batch, place, chunking, cache "
+        "hit or retract, on one mesh: XLA programs in blocks of one shape",
+    )
 
     # Hosts
     nnodes: int | None = setting(

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.shares import shared_chunk_tokens
+from sgl_jax.kernels.row_blocks import BLOCK_ROWS, LEAST_BLOCKS
 
 # Every shape costs two seconds of compilation on a CPU. Few shapes suffice, because the scheduler
 # plans steps that fill a shape where it can.
@@ -109,6 +110,11 @@ def choose_buckets(args: ServerArgs, platform: str) -> Buckets:
         exact.append(limits.decode_tokens + shared_chunk_tokens(limits.chunk_tokens))
     for most in exact:
         shapes.append(Bucket(most, most))
-    capped = {Bucket(min(shape.rows, limits.rows), shape.tokens) for shape in shapes}
+    if args.enable_deterministic_inference:
+        # Sums over a row's numbers, too, have another order in arrays of only a few rows.
+        rows, tokens = max(limits.rows, BLOCK_ROWS), LEAST_BLOCKS * BLOCK_ROWS
+        capped = {Bucket(rows, max(rows, tokens, shape.tokens)) for shape in shapes}
+    else:
+        capped = {Bucket(min(shape.rows, limits.rows), shape.tokens) for shape in shapes}
     in_order = sorted(capped, key=lambda shape: (shape.tokens, shape.rows))
     return limits._replace(all=tuple(in_order))

@@ -18,7 +18,8 @@ def resolve_for_device(args: ServerArgs, platform: str) -> ServerArgs:
     on_cpu = platform == "cpu"
     backend = args.attention_backend
     if backend == "auto":
-        backend = "pallas" if platform == "tpu" else "xla"
+        is_pallas = platform == "tpu" and not args.enable_deterministic_inference
+        backend = "pallas" if is_pallas else "xla"
     if backend == "pallas" and platform == "gpu":
         raise ValueError(
             "--attention-backend pallas runs on a TPU and is simulated on a CPU; on a gpu "

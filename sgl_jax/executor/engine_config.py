@@ -26,7 +26,7 @@ from sgl_jax.kernels.attention.cache_dtype import EIGHT_BITS, cache_dtype, cache
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, check_heads
 from sgl_jax.kernels.latent_attention.latents import latent_row_size
 from sgl_jax.layers.attention import replicated_kv_heads
-from sgl_jax.layers.kernels import kernels_of
+from sgl_jax.layers.kernels import invariant_kernels, kernels_of
 from sgl_jax.layers.sampling.row_params import packed_width
 from sgl_jax.layers.sampling.sample import BLOCK_ROWS
 from sgl_jax.mem_cache.device_pool import (
@@ -74,6 +74,8 @@ class EngineConfig(NamedTuple):
                     raise ValueError(f"{flag(name)} {value} needs a model with experts")
         if model.latent is not None and (args.kv_cache_scales or _stores_kv_scales(model)):
             raise ValueError("scales of an 8-bit KV cache are of heads, and latents have none")
+        if args.enable_deterministic_inference:
+            _check_invariant(args)
         groups = model.cache_groups()
         paged = [group for group in groups if not group.is_recurrent]
         num_layers = {group.pool: len(group.layers) for group in paged}
@@ -114,7 +116,11 @@ class EngineConfig(NamedTuple):
             placement=self.placement,
             counts_experts=self._counts_experts,
             shards_weights=self.args.weight_sharding == "data",
-            kernels=kernels_of(self.platform, self.args.attention_backend),
+            kernels=(
+                invariant_kernels(self.platform)
+                if self.args.enable_deterministic_inference
+                else kernels_of(self.platform, self.args.attention_backend)
+            ),
             has_kv_scales=self._has_kv_scales,
             widens_int4=self.platform == "cpu",
             # Elsewhere, a program reads a layer's weights out of the stack in place.
@@ -360,6 +366,16 @@ def _resolve_for_model(args: ServerArgs, model: ModelConfig) -> ServerArgs:
     return dataclasses.replace(
         args, context_length=context_len, num_decode_steps=_decode_steps(args, model)
     )
+
+
+def _check_invariant(args: ServerArgs) -> None:
+    """Raise ValueError for settings that `--enable-deterministic-inference` does not cover."""
+    needed = {"attention_backend": "xla", "ep_size": 1, "hidden_sharding": "replicated"}
+    for name, value in {**needed, "num_decode_steps": "1"}.items():
+        if (given := getattr(args, name)) != value:
+            raise ValueError(
+                f"--enable-deterministic-inference needs {flag(name)} {value}, not {given}"
+            )
 
 
 def _decode_steps(args: ServerArgs, model: ModelConfig) -> str:

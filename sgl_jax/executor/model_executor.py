@@ -121,7 +121,8 @@ class ModelExecutor(Executor):
         self._state_shapes = config.state_shapes(pool_pages, self._mesh)
         self._state, self._row_params = make_zeros(self._state_shapes)
         self._programs = Programs(
-            placed.graphdef, params, *self._state_shapes, self.sizes, self._mesh
+            *(placed.graphdef, params, *self._state_shapes, self.sizes, self._mesh),
+            is_invariant=args.enable_deterministic_inference,
         )
         self.cpu_blocks: CpuBlocks | None = None
         if self.sizes.host_blocks:

@@ -27,6 +27,7 @@ from sgl_jax.executor.devices import platform_of
 from sgl_jax.executor.layout import DPLayout
 from sgl_jax.executor.row_tables import DeviceRows, piece_words, write_piece
 from sgl_jax.executor.step import Computed, RankStep, StepState, compute_step, draw_step, run_step
+from sgl_jax.kernels.row_blocks import invariant_rows
 from sgl_jax.layers.mesh_axes import DATA_AXIS, TENSOR_AXIS
 from sgl_jax.models.decoder import CausalLM
 
@@ -53,6 +54,7 @@ class Programs:
         state, row_params: shapes of the tables and pools, see `EngineConfig.state_shapes`.
         sizes: the engine's sizes.
         mesh: ('data', 'tensor').
+        is_invariant: compile all shapes alike, so that they compute the same bits.
     """
 
     def __init__(
@@ -63,11 +65,14 @@ class Programs:
         row_params: Any,
         sizes: EngineSizes,
         mesh: Mesh,
+        *,
+        is_invariant: bool = False,
     ) -> None:
         leaves, self._params_tree = jax.tree.flatten(params)
         self._graphdef = graphdef
         self._sizes = sizes
         self._mesh = mesh
+        self._is_invariant = is_invariant
         # If ranks are on several hosts, each host gets the results of all ranks.
         spans_hosts = len({device.process_index for device in mesh.devices.flat}) > 1
         self._gathers_output = spans_hosts and sizes.dp_size > 1
@@ -246,7 +251,7 @@ class Programs:
             check_vma=False,  # jax cannot prove that a rank's chips agree
         )
         # In the mesh context, kernels see the target chip, even if it is absent.
-        with jax.set_mesh(self._mesh):
+        with jax.set_mesh(self._mesh), invariant_rows(active=self._is_invariant):
             return jax.jit(sharded, donate_argnums=donated).lower(*arguments)
 
     def _compiler_options(self, bucket: Bucket) -> dict[str, bool | str]:
@@ -259,7 +264,7 @@ class Programs:
             return self._tpu_options()
         on_cpu = platform_of(self._mesh) == "cpu"
         decode_tokens = bucket.rows * (1 + self._sizes.max_draft_tokens)
-        if on_cpu and bucket.tokens > decode_tokens:
+        if on_cpu and (self._is_invariant or bucket.tokens > decode_tokens):
             return {"xla_cpu_use_fusion_emitters": False}
         return {}
 

@@ -6,6 +6,7 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
+from sgl_jax.kernels.row_blocks import matmul
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS, sum_over_tensor
 from sgl_jax.layers.parameter import parameter
 from sgl_jax.layers.sampling.split_logits import SplitLogits
@@ -45,7 +46,7 @@ class Embedding(nnx.Module):
         """Compute logits [n, columns] from hidden [n, hidden], if embedding and head are tied."""
         padding = self.weight.shape[1] - self.hidden_size
         padded = jnp.pad(hidden, ((0, 0), (0, padding))) if padding else hidden
-        return SplitLogits(_matmul_f32(padded, self.weight[...].T), self.vocab_size)
+        return SplitLogits(matmul(padded, self.weight[...].T, jnp.float32), self.vocab_size)
 
 
 class LMHead(nnx.Module):
@@ -58,8 +59,4 @@ class LMHead(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> SplitLogits:
         """Map hidden [n, hidden] to logits of this chip's slice of the vocabulary."""
-        return SplitLogits(_matmul_f32(hidden, self.weight[...]), self.vocab_size)
-
-
-def _matmul_f32(x: jax.Array, weight: jax.Array) -> jax.Array:
-    return jnp.matmul(x, weight, preferred_element_type=jnp.float32)
+        return SplitLogits(matmul(hidden, self.weight[...], jnp.float32), self.vocab_size)

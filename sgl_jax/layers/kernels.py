@@ -56,6 +56,17 @@ def kernels_from(calls: Mapping[str, Callable[..., Any]]) -> Kernels:
     return Kernels(**plain, expert_dispatch=DispatchKernels(**moves))
 
 
+def invariant_kernels(platform: str) -> Kernels:
+    """Return XLA's kernels for "cpu", "gpu" or "tpu" with results that depend, to the bit, only on
+    the tokens before a token in its request. See `kernels.row_blocks` for other layers."""
+    return kernels_of(platform, "xla")._replace(
+        attend=xla_attention.invariant_paged_attention,
+        attend_latents=xla_latent_attention.invariant_latent_attention,
+        multiply_groups=blocked_grouped_matmul,
+        gated_delta=xla_gated_delta.sequential_gated_delta,
+    )
+
+
 def kernels_of(platform: str, backend: str) -> Kernels:
     """Return the kernels for "cpu", "gpu" or "tpu" and the backend "pallas" or "xla".
 

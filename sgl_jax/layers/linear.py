@@ -14,6 +14,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from sgl_jax.kernels.grouped_matmul.interface import GroupedMatmul, GroupMatrices
+from sgl_jax.kernels.row_blocks import matmul
 from sgl_jax.layers.layer_weights import use_stacks, use_weight
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS, MeshAxes, scatter_sum, sum_over_tensor
 from sgl_jax.layers.parameter import parameter
@@ -64,7 +65,7 @@ class Linear(nnx.Module):
         """Multiply x with this chip's part of the matrix, without the bias."""
         if isinstance(self.weight, QuantizedMatrix):
             return self.weight.product(x)
-        return use_weight(self.weight, lambda matrix: jnp.matmul(x, matrix))
+        return use_weight(self.weight, lambda matrix: matmul(x, matrix))
 
 
 class ExpertLinear(nnx.Module):
@@ -125,7 +126,7 @@ class ExpertLinear(nnx.Module):
         This is a product, since a TPU is slow at gathering rows.
         """
         assert self.bias is not None
-        return use_weight(self.bias, lambda bias: jnp.matmul(shares.astype(bias.dtype), bias))
+        return use_weight(self.bias, lambda bias: matmul(shares.astype(bias.dtype), bias))
 
 
 Activation = Callable[[jax.Array], jax.Array]

@@ -20,6 +20,7 @@ from sgl_jax.kernels.quantized_matmul.numbers import (
     scale_dtype,
     value_dtype,
 )
+from sgl_jax.kernels.row_blocks import row_wise
 from sgl_jax.layers.layer_weights import use_stacks, use_weight
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS, MeshAxes, concatenate_over
 from sgl_jax.layers.parameter import Read, parameter
@@ -95,7 +96,12 @@ class QuantizedMatrix(nnx.Module):
             values: jax.Array, scales: jax.Array, zero_points: jax.Array | None, layer: jax.Array
         ) -> jax.Array:
             matrices = QuantizedArrays(values, scales, zero_points, input_scale)
-            return self.multiply(x, matrices, layer, self.scheme)
+
+            def product(rows: jax.Array) -> jax.Array:
+                return self.multiply(rows, matrices, layer, self.scheme)
+
+            result: jax.Array = row_wise(product, x)
+            return result
 
         return use_stacks((self.values, self.scales, self.zero_points), multiply)
 

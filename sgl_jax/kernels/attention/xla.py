@@ -25,6 +25,8 @@ PREFILL_KEYS = 128
 PREFILL_QUERIES = 128
 SHORT_QUERIES = 4
 LEFT_TO_SHORT = 32  # a rest of up to this many queries of a row gets no large block
+# Queries of all rows, if results must not depend on the batch (`kernels.row_blocks`).
+INVARIANT_QUERIES = 8
 
 
 class CachedLayer(Protocol):
@@ -105,6 +107,50 @@ def ragged_paged_attention(
     """Implement `api.RaggedPagedAttention`."""
     kv_cache = write_slots(new_slots(k, v, kv_cache), kv_cache, layer, batch)
     return attend_cached(q, _Heads(kv_cache, layer, q.shape[2]), batch, options), kv_cache
+
+
+def invariant_paged_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    kv_cache: jax.Array,
+    layer: jax.Array,
+    batch: AttentionBatch,
+    options: ScoreOptions,
+) -> tuple[jax.Array, jax.Array]:
+    """Implement `api.RaggedPagedAttention`; a query's bits depend only on its row's tokens."""
+    kv_cache = write_slots(new_slots(k, v, kv_cache), kv_cache, layer, batch)
+    return attend_invariantly(q, _Heads(kv_cache, layer, q.shape[2]), batch, options), kv_cache
+
+
+def attend_invariantly(
+    q: jax.Array, cached: CachedLayer, batch: AttentionBatch, options: ScoreOptions
+) -> jax.Array:
+    """Implement `attend_cached` so that the bits of a query's result depend only on the tokens
+    before it: blocks have one size for decode and prefill rows, and begin at multiples of it, so
+    that a position always has the same place in its block."""
+    size = INVARIANT_QUERIES
+    padded = jnp.pad(q, ((size, size), (0, 0), (0, 0)))
+    table = _BlockTable.of(batch.page_table, cached.page_size, PREFILL_KEYS)
+    blocks = _QueryBlocks(size, table, cached, batch, options)
+
+    def row_blocks(row: jax.Array, out: jax.Array) -> jax.Array:
+        in_block, q_len = batch.kv_starts[row] % size, batch.q_lens[row]
+
+        def block(i: jax.Array, out: jax.Array) -> jax.Array:
+            first = i * size - in_block
+            start = size + batch.q_offsets[row] + first
+            found = blocks.results(lax.dynamic_slice_in_dim(padded, start, size), row, first)
+            ahead = first + jnp.arange(size, dtype=jnp.int32)
+            is_own = ((ahead >= 0) & (ahead < q_len))[:, None, None]
+            other = lax.dynamic_slice_in_dim(out, start, size)
+            found = jnp.where(is_own, found.astype(out.dtype), other)
+            return lax.dynamic_update_slice_in_dim(out, found, start, axis=0)
+
+        return lax.fori_loop(0, -(-(in_block + q_len) // size), block, out)
+
+    out = jnp.zeros((*padded.shape[:2], cached.value_dim), q.dtype)
+    return lax.fori_loop(0, batch.num_rows, row_blocks, out)[size : size + q.shape[0]]
 
 
 def attend_cached(
@@ -226,10 +272,15 @@ class _QueryBlocks(NamedTuple):
 
     def attend(self, q: jax.Array, out: jax.Array, row: jax.Array, first: jax.Array) -> jax.Array:
         """Write the attention of the row's queries `first`, `first` + 1, ... into out."""
+        start = self.batch.q_offsets[row] + first
+        block = lax.dynamic_slice_in_dim(q, start, self.num_queries)
+        result = self.results(block, row, first).astype(q.dtype)
+        return lax.dynamic_update_slice_in_dim(out, result, start, axis=0)
+
+    def results(self, block: jax.Array, row: jax.Array, first: jax.Array) -> jax.Array:
+        """Return the attention of `block`, the row's queries from `first` on, in float32."""
         batch = self.batch
         block_keys = self.table.pages_per_block * self.cached.page_size
-        start = batch.q_offsets[row] + first
-        block = lax.dynamic_slice_in_dim(q, start, self.num_queries)
         queries = _scaled_queries(block, self.cached.kv_heads, self.options)
         q_start, kv_len = batch.kv_starts[row] + first, batch.kv_starts[row] + batch.q_lens[row]
 
@@ -242,8 +293,7 @@ class _QueryBlocks(NamedTuple):
         stop_block = -(-jnp.minimum(q_start + self.num_queries, kv_len) // block_keys)
         nothing = _nothing(queries.shape[:-1], self.cached, self.num_queries, self.options)
         state = lax.fori_loop(first_block, stop_block, key_block, nothing)
-        result = _results(state, self.num_queries).astype(q.dtype)
-        return lax.dynamic_update_slice_in_dim(out, result, start, axis=0)
+        return _results(state, self.num_queries)
 
 
 class _Keys(NamedTuple):

@@ -7,6 +7,7 @@ from jax import lax
 from sgl_jax.core.layer_configs import ExpertChoice
 from sgl_jax.kernels.expert_dispatch.lines import ExpertDispatch, Gated, Router, are_few
 from sgl_jax.kernels.rms_norm import rms_normalised
+from sgl_jax.kernels.row_blocks import matmul, row_wise
 
 LEAST_SUM = 1e-20  # keeps the quotient of weights that all round to zero finite
 
@@ -18,14 +19,19 @@ def xla_choose(
     choice = router.choice
     normalised = rms_normalised(x, router.norm, router.eps, router.from_one)
     matrix = lax.dynamic_index_in_dim(router.matrices, layer, keepdims=False)
-    logits = jnp.matmul(normalised, matrix, preferred_element_type=jnp.float32)
+    logits = matmul(normalised, matrix, jnp.float32)
     if router.bias is not None:
         logits += router.bias.astype(jnp.float32)
-    if choice.is_plain and router.choice_bias is None:
-        weights, experts = _most_probable(logits, choice)
-    else:
-        weights, experts = _best_scored(logits, choice, router.choice_bias)
-    return normalised, weights, jnp.where(is_token, experts.T, logits.shape[1])
+
+    def choose(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if choice.is_plain and router.choice_bias is None:
+            weights, experts = _most_probable(logits, choice)
+        else:
+            weights, experts = _best_scored(logits, choice, router.choice_bias)
+        return weights.T, experts
+
+    weights, experts = row_wise(choose, logits)
+    return normalised, weights.T, jnp.where(is_token, experts.T, logits.shape[1])
 
 
 def _most_probable(logits: jax.Array, choice: ExpertChoice) -> tuple[jax.Array, jax.Array]:

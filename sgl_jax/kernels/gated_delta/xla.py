@@ -4,6 +4,7 @@ The cost depends on the tokens in use: loops over blocks of decode rows, and ove
 dynamic trip counts. States are carried through these loops, in place.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -37,11 +38,46 @@ def gated_delta(
     tokens: DeltaInputs, states: jax.Array, layer: jax.Array, batch: StateBatch
 ) -> tuple[jax.Array, jax.Array]:
     """Implement `api.GatedDelta`; padding tokens' outputs are zeros."""
+    return _both(tokens, states, layer, batch, _next_chunk)
+
+
+def sequential_gated_delta(
+    tokens: DeltaInputs, states: jax.Array, layer: jax.Array, batch: StateBatch
+) -> tuple[jax.Array, jax.Array]:
+    """Implement `api.GatedDelta` token after token, also in chunks of prompts, so that the bits of
+    a result depend only on the tokens before it."""
+
+    def next_tokens(tokens: DeltaInputs, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+        terms = _Terms.of(tokens)
+
+        def next_token(state: jax.Array, token: _Terms) -> tuple[jax.Array, jax.Array]:
+            rows = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_rows, *x.shape)), token)
+            out, after = _next_token(rows, jnp.broadcast_to(state, (num_rows, *state.shape)))
+            return after[0].astype(states.dtype).astype(jnp.float32), out[0]
+
+        state, out = lax.scan(next_token, state, terms)
+        return out, state
+
+    num_rows = min(DECODE_ROWS, batch.slots_in.shape[0])
+    return _both(tokens, states, layer, batch, next_tokens)
+
+
+# Maps a chunk's tokens and the state before it to outputs [n, value_heads, dim] and the state.
+_NextChunk = Callable[[DeltaInputs, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+def _both(
+    tokens: DeltaInputs,
+    states: jax.Array,
+    layer: jax.Array,
+    batch: StateBatch,
+    next_chunk: _NextChunk,
+) -> tuple[jax.Array, jax.Array]:
     v = tokens.v
     # A partial chunk writes zeros after its last token; later chunks' tokens overwrite them.
     room = jnp.zeros((v.shape[0] + CHUNK_TOKENS, *v.shape[1:]), v.dtype)
     out, states = _decode(tokens, room, states, layer, batch)
-    out, states = _prefill(tokens, out, states, layer, batch)
+    out, states = _prefill(tokens, out, states, layer, batch, next_chunk)
     return out[: v.shape[0]], states
 
 
@@ -120,7 +156,12 @@ def _write(states: jax.Array, layer: jax.Array, slots: jax.Array, new: jax.Array
 
 
 def _prefill(
-    tokens: DeltaInputs, out: jax.Array, states: jax.Array, layer: jax.Array, batch: StateBatch
+    tokens: DeltaInputs,
+    out: jax.Array,
+    states: jax.Array,
+    layer: jax.Array,
+    batch: StateBatch,
+    next_chunk: _NextChunk,
 ) -> tuple[jax.Array, jax.Array]:
     def chunk(
         c: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
@@ -131,7 +172,7 @@ def _prefill(
         source = batch.chunk_sources[c]
         stored = states[layer, jnp.maximum(source, 0)].astype(jnp.float32)
         state = jnp.where(source < 0, state, stored)
-        some, state = _next_chunk(_scaled(tokens, numbers, numbers < end), state)
+        some, state = next_chunk(_scaled(tokens, numbers, numbers < end), state)
         out = lax.dynamic_update_slice_in_dim(out, some.astype(out.dtype), first, axis=0)
         for slot in (batch.chunk_targets[c], batch.chunk_snapshots[c]):
             states = _write(states, layer, slot, state)

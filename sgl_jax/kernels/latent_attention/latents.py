@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from sgl_jax.kernels.attention.cache_dtype import as_cached
+from sgl_jax.kernels.row_blocks import row_wise
 from sgl_jax.kernels.tpu_chip import LANES
 
 
@@ -44,11 +45,14 @@ def cached_rows(latents: jax.Array, row_size: int, dtype: DTypeLike) -> jax.Arra
 
 def absorbed_queries(queries: LatentQueries, up: UpProjections, row_size: int) -> jax.Array:
     """Return [T, heads, row_size] queries to multiply with the cache's rows instead of keys."""
-    parts = jnp.einsum("thn,hnr->thr", queries.nope, up.keys), queries.rope
+    absorbed = row_wise(lambda nope: jnp.einsum("thn,hnr->thr", nope, up.keys), queries.nope)
+    parts = absorbed, queries.rope
     spare = row_size - sum(part.shape[2] for part in parts)
     return jnp.pad(jnp.concatenate(parts, axis=2), ((0, 0), (0, 0), (0, spare)))
 
 
 def values_of_latents(latents: jax.Array, up: UpProjections) -> jax.Array:
     """Compute [T, heads, value_dim] from weighted sums of cache rows [T, heads, rank or more]."""
-    return jnp.einsum("thr,hrv->thv", latents[:, :, : up.rank], up.values)
+    own = latents[:, :, : up.rank]
+    values: jax.Array = row_wise(lambda rows: jnp.einsum("thr,hrv->thv", rows, up.values), own)
+    return values

@@ -4,13 +4,19 @@ It is always absorbed: the loops of `attention.xla` read one KV head, with the c
 and the latents of the same rows as values.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 
 from sgl_jax.kernels.attention.batch import AttentionBatch, ScoreOptions
 from sgl_jax.kernels.attention.cache_dtype import as_float32
-from sgl_jax.kernels.attention.xla import attend_cached, write_slots
+from sgl_jax.kernels.attention.xla import (
+    CachedLayer,
+    attend_cached,
+    attend_invariantly,
+    write_slots,
+)
 from sgl_jax.kernels.latent_attention.latents import (
     LatentQueries,
     UpProjections,
@@ -51,8 +57,34 @@ def latent_attention(
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
     """Implement `interface.PagedLatentAttention`."""
+    return _attend(attend_cached, queries, latents, up, kv_cache, layer, batch, scale)
+
+
+def invariant_latent_attention(
+    queries: LatentQueries,
+    latents: jax.Array,
+    up: UpProjections,
+    kv_cache: jax.Array,
+    layer: jax.Array,
+    batch: AttentionBatch,
+    scale: float,
+) -> tuple[jax.Array, jax.Array]:
+    """Implement `interface.PagedLatentAttention`; a query's bits depend only on its row's tokens."""
+    return _attend(attend_invariantly, queries, latents, up, kv_cache, layer, batch, scale)
+
+
+def _attend(
+    attend: Callable[[jax.Array, CachedLayer, AttentionBatch, ScoreOptions], jax.Array],
+    queries: LatentQueries,
+    latents: jax.Array,
+    up: UpProjections,
+    kv_cache: jax.Array,
+    layer: jax.Array,
+    batch: AttentionBatch,
+    scale: float,
+) -> tuple[jax.Array, jax.Array]:
     rows = cached_rows(latents, kv_cache.shape[4], kv_cache.dtype)
     kv_cache = write_slots(rows[:, None], kv_cache, layer, batch)
     q = absorbed_queries(queries, up, kv_cache.shape[4])
-    found = attend_cached(q, _Latents(kv_cache, layer, up.rank), batch, ScoreOptions(scale))
+    found = attend(q, _Latents(kv_cache, layer, up.rank), batch, ScoreOptions(scale))
     return values_of_latents(found, up), kv_cache

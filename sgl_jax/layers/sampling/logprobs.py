@@ -1,5 +1,6 @@
 """Log-probabilities to report."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, MAX_TOP_LOGPROBS
+from sgl_jax.kernels.row_blocks import row_wise
 
 
 class LogprobArrays(NamedTuple):
@@ -25,7 +27,7 @@ def token_logprobs(logits: jax.Array, tokens: jax.Array, ids: jax.Array) -> Logp
     MAX_LOGPROB_IDS]; ids out of range get arbitrary numbers. A vocabulary smaller than
     MAX_TOP_LOGPROBS fills the rest with id -1 at minus infinity.
     """
-    normaliser = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    normaliser = row_wise(partial(jax.nn.logsumexp, axis=-1, keepdims=True), logits)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1, mode="clip")
     num_top = min(MAX_TOP_LOGPROBS, logits.shape[-1])
     top, top_ids = lax.top_k(logits, num_top)
