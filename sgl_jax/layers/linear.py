@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
