@@ -323,8 +323,8 @@ MUTATIONS = (
     Mutation(
         "join the pages of merged edges in the wrong order",
         _FULL,
-        "            [upper.values[self.index], lower.values[self.index]]\n",
-        "            [lower.values[self.index], upper.values[self.index]]\n",
+        "joined(upper.values[self.index], lower.values[self.index])",
+        "joined(lower.values[self.index], upper.values[self.index])",
     ),
     Mutation(
         "leave apart what only a lock told apart",
@@ -1203,14 +1203,14 @@ MUTATIONS = (
     Mutation(
         "call what idle sessions have locked beyond reach",
         _MEMORY,
-        "        return self.num_available_pages + num_idle\n",
-        "        return self.num_available_pages\n",
+        "self.cache.num_evictable[0] + num_idle\n",
+        "self.cache.num_evictable[0]\n",
     ),
     Mutation(
         "call what requests share with idle sessions reclaimable",
         _MEMORY,
-        "num_idle = self.locked[0].num_locked - self.locked[0].num_running",
-        "num_idle = self.locked[0].num_idle",
+        "num_idle = locked.num_locked - locked.num_running",
+        "num_idle = locked.num_idle",
     ),
     Mutation(
         "take pages that a request shares for new ones",
@@ -4211,5 +4211,17 @@ MUTATIONS = (
         _LINES,
         "        is_tried &= lines.held_until[line] <= step\n",
         "",
+    ),
+    Mutation(
+        "outputs: list the former requests of the same rows",
+        "sgl_jax/scheduler/output_buffer.py",
+        "if self._listed[:2] != wanted:",
+        "if self._listed.rows != wanted[0]:",
+    ),
+    Mutation(
+        "publish: take the offered pages for the tree's where the tree had some",
+        "sgl_jax/mem_cache/tree/radix_cache.py",
+        "return node, length == start.end and not self._windows",
+        "return node, not self._windows",
     ),
 )
