@@ -1,6 +1,7 @@
 """Decides by its folder's files for sentence-transformers whether a model makes embeddings."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def embedding_refusal(folder: Path, *, is_embedding: bool = False) -> str:
             return f"its {_MODULES_FILE} has no Pooling"
         modes = _pooling_modes(json.loads((modules["Pooling"] / _POOLING_FILE).read_text()))
     except FileNotFoundError as error:
-        return f"its folder has no {Path(error.filename).relative_to(folder)}"
+        return f"its folder has no {os.path.relpath(error.filename, folder)}"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its {_MODULES_FILE} cannot be read: {type(error).__name__}: {error}"
     if modes == [_LAST_TOKEN]:

@@ -56,3 +56,6 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     write_modules(tmp_path)
     (tmp_path / "1_Pooling" / "config.json").unlink()
     assert embedding_refusal(tmp_path) == "its folder has no 1_Pooling/config.json"
+    modules = [{"type": "Pooling", "path": "../elsewhere"}]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    assert embedding_refusal(tmp_path) == "its folder has no ../elsewhere/config.json"

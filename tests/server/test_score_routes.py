@@ -1,10 +1,14 @@
 """How likely tokens are after several texts."""
 
+import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.server.conftest import Rig
+from sgl_jax.text.tokenizer import Tokenizer
+from tests.server.conftest import Rig, serving
+from tests.support.waiting import meanwhile_until
 
 pytestmark = pytest.mark.anyio
 
@@ -36,6 +40,23 @@ async def test_labels_can_share_the_probability_among_themselves(rig: Rig) -> No
     shared = (await rig.http.post("/v1/score", json=BODY | {"apply_softmax": True})).json()
     for scores, shares in zip(alone, shared["scores"], strict=True):
         assert shares == pytest.approx([score / sum(scores) for score in scores])
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/score", BODY), ("/v1/embeddings", {"input": ["a", "b"]})]
+)
+async def test_an_abort_meanwhile_is_a_503(
+    model_folder: Path, tokenizer: Tokenizer, path: str, body: dict[str, Any]
+) -> None:
+    is_embedding = path == "/v1/embeddings"
+    async with serving(model_folder, tokenizer, is_embedding=is_embedding) as rig:
+        rig.engine.stand_still()
+        asked = asyncio.create_task(rig.http.post(path, json=body))
+        await meanwhile_until(lambda: rig.front.num_open == 2, "the requests are sent")
+        await rig.http.post("/abort_request", json={"abort_all": True})
+        rig.engine.go_on()
+        answer = await asked
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "aborted")
 
 
 @pytest.mark.parametrize(
