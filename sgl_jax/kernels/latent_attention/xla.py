@@ -69,7 +69,7 @@ def invariant_latent_attention(
     batch: AttentionBatch,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """Implement `interface.PagedLatentAttention`; a query's bits depend only on its row's tokens."""
+    """Implement `interface.PagedLatentAttention`; see `attend_invariantly`."""
     return _attend(attend_invariantly, queries, latents, up, kv_cache, layer, batch, scale)
 
 
