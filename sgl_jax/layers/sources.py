@@ -22,6 +22,8 @@ from sgl_jax.kernels.tpu_chip import LANES
 Shape = tuple[int, ...]
 Index = tuple[slice, ...]  # one slice per axis, with start and stop; only `Slice` uses steps
 
+_ROWS = 64  # transposed at a time
+
 PartKind = Literal["values", "scales", "zero_points", "order", "input_scale"]
 
 
@@ -135,7 +137,13 @@ class Tensor(Source):
     def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
         key = TensorKey(prefix + self.name, self.part)
         stored = tensors.read(key, swapped(index) if self.transposed else index)
-        out[...] = stored.swapaxes(-2, -1) if self.transposed else stored
+        if not self.transposed:
+            out[...] = stored
+            return
+        # Some rows at a time: a whole matrix would miss the processor's caches, at 1/3 of the rate.
+        for first in range(0, stored.shape[-2], _ROWS):
+            rows = slice(first, first + _ROWS)
+            out[..., rows] = stored[..., rows, :].swapaxes(-2, -1)
 
 
 @dataclass(frozen=True)

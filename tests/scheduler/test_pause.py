@@ -157,27 +157,37 @@ def test_a_pause_outlasts_a_lost_device() -> None:
 def test_a_request_that_keeps_its_kv_over_new_weights_gives_it_to_no_other() -> None:
     """Nor does the session whose turn it is; a request that computes its prompt begins again."""
     driver = Driver(make_sizes(num_pages=60, max_chunk_tokens=16))
-    assert driver.session(OpenSession(rid="", session_id="s", streaming=True)).ok
-    prompt = list(range(1, 13))
+    for name in ("s", "t"):
+        assert driver.session(OpenSession(rid="", session_id=name, streaming=True)).ok
+    prompt, other = list(range(1, 13)), list(range(21, 33))
     driver.submit(generate("before", prompt, 2))
+    driver.submit(generate("other", other, 2))
     driver.run()
-    turn = SessionTurn(id="s")
+    turn, second = SessionTurn(id="s"), SessionTurn(id="t")
     driver.submit(generate("turn", prompt, 20, session=turn))
+    # Without a cached prefix: less than a page.
     driver.submit(generate("short", [30, 31], 20))
+    driver.submit(generate("second", [41, 42], 20, session=second))
     for _ in range(4):
         driver.step()
     driver.submit(generate("long", list(range(40)), 4))
     driver.step()
     driver.pause("in_place")
     rest(driver)
-    assert sorted(driver.scheduler.handle(NewWeights(keeps_running=True))) == ["short", "turn"]
+    kept = driver.scheduler.handle(NewWeights(keeps_running=True))
+    assert sorted(kept) == ["second", "short", "turn"]
     driver.scheduler.handle(Resume())
     driver.submit(generate("same", prompt, 2))
+    driver.submit(generate("same other", other, 2))
     driver.run()
+    history = [41, 42, *driver.tokens["second"]]
+    driver.submit(generate("next of second", [9], 2, session=second), history)
+    driver.submit(generate("longer", [30, 31, *driver.tokens["short"]], 2))
     driver.submit(generate("next", [9], 2, session=turn), [*prompt, *driver.tokens["turn"]])
     driver.run()
     assert driver.cached["turn"] == 12 - 4
-    assert driver.cached["same"] == 0
+    for rid in ("same", "same other", "next of second", "longer"):
+        assert driver.cached[rid] == 0
     assert driver.cached["next"] == 12  # of "same"
     for rid in driver.prompts:
         driver.check_tokens(rid)
