@@ -27,6 +27,7 @@ from tests.mem_cache.cache_loads import (
     uniform_reuse,
 )
 from tests.mem_cache.drawn_loads import drawn_load, loss
+from tests.mem_cache.drawn_mixtures import loss as mixture_loss
 from tests.mem_cache.found_loads import FOUND
 from tests.mem_cache.tree_model import uses_of_pages
 
@@ -175,6 +176,19 @@ def test_drawn_loads_are_served_about_as_well_as_by_lru_or_lfu(first: int) -> No
     losses = [loss(drawn_load(seed)) for seed in range(first, first + 30)]
     assert max(losses) <= 0.02
     assert sum(losses) <= 0
+
+
+@pytest.mark.parametrize("seed", [31, 32])
+def test_a_drawn_mixture_is_served_about_as_well_as_by_lru(seed: int) -> None:
+    assert mixture_loss(seed) <= 0.002
+
+
+@pytest.mark.long
+def test_few_drawn_mixtures_lose_to_lru_and_none_loses_much() -> None:
+    losses = [mixture_loss(seed) for seed in range(30)]
+    assert max(losses) <= 0.01
+    assert sum(each > 0.002 for each in losses) <= 4
+    assert sum(losses) / len(losses) <= -0.01
 
 
 @pytest.mark.long
