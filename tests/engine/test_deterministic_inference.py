@@ -64,7 +64,7 @@ def check(model: Path, **settings: Any) -> None:
     first, *others = prompts()
     with make_engine(model, disable_radix_cache=True, **settings) as engine:
         (alone,) = answers(engine, [first])
-        drawn = answers(engine, [first], temperature=0.8, top_p=0.9, sampling_seed=3)
+        drawn = answers(engine, [first], temperature=0.8, top_p=0.9, seed=3)
         assert answers(engine, [first, *others])[0] == alone
         assert answers(engine, [*others, first])[-1] == alone
         assert scored(engine, first, alone) == alone
@@ -72,7 +72,7 @@ def check(model: Path, **settings: Any) -> None:
         assert answers(engine, [*others, first])[-1] == alone
         answers(engine, [[*first[: 3 * PAGE + 1], 4]])
         assert answers(engine, [first, *others])[0] == alone
-        sampled = {"temperature": 0.8, "top_p": 0.9, "sampling_seed": 3}
+        sampled = {"temperature": 0.8, "top_p": 0.9, "seed": 3}
         assert answers(engine, [*others, first], **sampled)[-1:] == drawn
 
 
