@@ -295,15 +295,11 @@ class CausalLM(nnx.Module):
     def _reads(
         self, batches: Sequence[AttentionBatch], state_batch: StateBatch | None
     ) -> list[tuple[Any, ...]]:
-        # Equal rotations are computed once.
-        turned = {
-            (spec.rope, spec.query_scale): spec
-            for spec in self.config.layers
-            if not spec.recurrence
-        }
-        rotations = {
-            own: self._rotation(spec, batches[0].positions) for own, spec in turned.items()
-        }
+        rotations: dict[Any, Rotation] = {}  # equal ones are computed once
+        for spec in self.config.layers:
+            key = spec.rope, spec.query_scale
+            if spec.recurrence is None and key not in rotations:
+                rotations[key] = self._rotation(spec, batches[0].positions)
         group_of = {
             layer: number for number, own in enumerate(self.cache_groups) for layer in own.layers
         }

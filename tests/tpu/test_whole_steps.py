@@ -65,7 +65,6 @@ LAYOUTS = (
     ("gpt-oss-120b", "v6e-16", 1, 16, None, "decode"),
     ("gpt-oss-20b", "tpu7x-2", 1, 1, None, "mixed"),
     ("smollm3-3b", "v6e-1", 1, 1, None, "decode"),
-    ("llama-4-scout", "v6e-16", 1, 8, None, "mixed"),
     ("qwen3-8b", "v6e-1", 1, 1, None, "decode"),
     ("qwen3-32b", "v6e-8", 1, 8, None, "mixed"),
     ("qwen3-30b-a3b", "v5e-1", 1, 1, 4, "decode"),
