@@ -62,7 +62,7 @@ def scored(engine: Engine, prompt: list[int], answer: Answer) -> Answer:
 def check(model: Path, **settings: Any) -> None:
     """Compare a request alone with others in a batch, scored, in chunks, cached, and retracted."""
     first, *others = prompts()
-    with make_engine(model, disable_radix_cache=True, **settings) as engine:
+    with make_engine(model, **{"disable_radix_cache": True} | settings) as engine:
         (alone,) = answers(engine, [first])
         drawn = answers(engine, [first], temperature=0.8, top_p=0.9, seed=3)
         assert answers(engine, [first, *others])[0] == alone
@@ -81,8 +81,8 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"tp_size": 2},
     {"dp_size": 2},
     {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 3},
-    {"quantization": "w8a16_int8"},
-    {"enable_hierarchical_cache": True, "hicache_ratio": 2.0, "hicache_write_policy": "write_back"},
+    {"quantization": "int8"},
+    {"enable_hierarchical_cache": True, "hicache_ratio": 2.0, "disable_radix_cache": False},
     {"dtype": "bfloat16"},
 )
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, DeltaInputs, StateBatch
+from sgl_jax.kernels.row_blocks import row_wise
 
 DECODE_ROWS = 8  # rows computed at once
 
@@ -31,7 +32,18 @@ def _scaled(tokens: DeltaInputs, numbers: jax.Array, exists: jax.Array) -> Delta
 
 
 def _unit(x: jax.Array) -> jax.Array:
-    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+    return x * lax.rsqrt(_sums(x, x) + 1e-6)
+
+
+def _sums(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Return the sums of a * b over the last axis of [..., heads, dim], row-wise by token."""
+
+    def sums(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.sum(a * b, axis=-1, keepdims=True)
+
+    by_token = [x.reshape(-1, *x.shape[-2:]) for x in (a, b)]
+    found: jax.Array = row_wise(sums, *by_token)
+    return found.reshape(*a.shape[:-1], 1)
 
 
 def gated_delta(
@@ -134,7 +146,7 @@ class _Terms(NamedTuple):
     def of(cls, tokens: DeltaInputs) -> "_Terms":
         q, k = (jnp.repeat(x, tokens.group, axis=-2) for x in (tokens.q, tokens.k))
         decay, beta = jnp.exp(tokens.log_decay)[..., None], tokens.beta[..., None]
-        return cls(q, k, tokens.v, decay, beta, jnp.sum(k * q, axis=-1, keepdims=True))
+        return cls(q, k, tokens.v, decay, beta, _sums(k, q))
 
 
 def _next_token(token: _Terms, state: jax.Array) -> tuple[jax.Array, jax.Array]:
