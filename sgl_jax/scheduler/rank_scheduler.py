@@ -247,6 +247,7 @@ class RankScheduler:
         has_ended = num_tokens is not None or known_len < max_len
         self._count_output(row, num_tokens or int(known_len), has_ended=has_ended)
         request = self._leave(row, num_tokens=num_tokens, is_complete=True)
+        self._count_forecast(request, is_honored=self._expects_returns)
         request.state = RequestState.FINISHED
         self._bound_sessions()
         return request
@@ -256,6 +257,10 @@ class RankScheduler:
         output_len = max(num_tokens - int(self.columns.prompt_len[row]), 0)
         number = int(self.columns.length_class[row])
         self._output_lengths.add(number, output_len, has_ended=has_ended)
+
+    def _count_forecast(self, request: Request, *, is_honored: bool) -> None:
+        if request.message.reuse.pause_s is not None:
+            self._num_forecasts[is_honored] += 1
 
     def end(self, row: int, *, insert: bool = True, is_own: bool = True) -> Request:
         """End the request in `row` before its output is complete.
@@ -273,6 +278,7 @@ class RankScheduler:
             self.memory.sessions.unbind(request.lease)
             kept = None
         self._leave(row, insert=insert, num_tokens=kept)
+        self._count_forecast(request, is_honored=False)
         request.state = RequestState.FINISHED
         self._bound_sessions()
         return request
@@ -379,8 +385,6 @@ class RankScheduler:
             # No later turn can continue from a row with tokens that were never sent to the device.
             self.memory.sessions.unbind(request.lease)
         end = request.path_end(tokens) if is_complete and self._expects_returns else None
-        if request.message.reuse.pause_s is not None:
-            self._num_forecasts[end is not None and insert] += 1
         release_kv_cache(self.memory, request.lease, tokens, insert=insert, end=end)
         request.lease = None
         return request

@@ -93,3 +93,15 @@ def test_a_request_that_its_client_leaves_records_nothing() -> None:
     policy: Any = agent.driver.scheduler.ranks[0].memory.cache.tree.policy
     assert len(policy._records) == 0
     assert agent.driver.scheduler.ranks[0].counters()["forecasts_ignored"] == 1
+
+
+def test_the_forecast_of_a_request_that_was_retracted_is_counted_once() -> None:
+    agent = Agent()
+    reuse = Reuse(agent="a", pause_s=8.0)
+    agent.driver.submit(generate("again", PROMPT, 9, reuse=reuse, ignore_eos=True))
+    for _ in range(4):
+        agent.driver.step()
+    agent.driver.retract("again")
+    agent.driver.run()
+    counters = agent.driver.scheduler.ranks[0].counters()
+    assert (counters["forecasts_honored"], counters["forecasts_ignored"]) == (1, 0)
