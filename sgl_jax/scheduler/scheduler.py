@@ -198,12 +198,10 @@ class Scheduler:
             bool(self._live.aborted)
             or self._deadlines.needs_tick(now_s)
             or self._sessions.store.needs_tick(now_s)
-            # Once pages were evicted, ranks that serve requests need the time: for working sets and
-            # for the pauses of conversations.
             or (
                 now_s >= self._ticked_s + TICK_S
-                and any(r.memory.cache.num_evicted for r in self.ranks)
                 and not self.is_idle
+                and any(rank.needs_time for rank in self.ranks)
             )
         )
 

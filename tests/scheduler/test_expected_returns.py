@@ -105,3 +105,18 @@ def test_the_forecast_of_a_request_that_was_retracted_is_counted_once() -> None:
     agent.driver.run()
     counters = agent.driver.scheduler.ranks[0].counters()
     assert (counters["forecasts_honored"], counters["forecasts_ignored"]) == (1, 0)
+
+
+def test_a_long_answer_is_no_part_of_the_pause_after_it() -> None:
+    """Even before any page is evicted, the time of an answer's end is known."""
+    agent = Agent()
+    driver, scheduler = agent.driver, agent.driver.scheduler
+    driver.submit(generate("long", PROMPT, 40, reuse=Reuse(agent="a"), ignore_eos=True))
+    while not scheduler.is_idle:
+        driver.step()
+        agent.now_s += 2.0
+        if scheduler.needs_tick(agent.now_s):
+            driver.tick(agent.now_s)
+    agent.prompt = [*PROMPT, *driver.tokens["long"], 1, 2]
+    took = agent.turn(8.0, agent="a")
+    assert took == round(0.7 * FIRST_CLASS + 0.3 * class_of(8.0))
