@@ -81,7 +81,7 @@ class RankScheduler:
         self._random_seed = args.random_seed
         is_adaptive = args.radix_eviction_policy == "adaptive" and not args.disable_radix_cache
         self._expects_returns = is_adaptive and args.radix_expected_return == "on"
-        self._has_agents = False  # whether any request began whose next one is expected
+        self.has_agents = False  # whether any request began whose next one is expected
         self.most_request_pages = self.memory.request_pages(sizes.max_request_tokens)
         self._max_session_pages = int(args.session_memory_fraction * sizes.pool_pages[0])
         # `SHORT_PART` times the tokens of short prompts beyond their part of earlier steps.
@@ -96,12 +96,6 @@ class RankScheduler:
         rows = self.running.active
         num_left = self.columns.planned_len[rows] - self.memory.rows.kv_committed_len[rows] - 1
         return int(np.maximum(num_left, 0).sum())
-
-    @property
-    def needs_time(self) -> bool:
-        """Return whether requests of this rank need the time: for its working set, once pages were
-        evicted, or for the pauses of conversations, which begin with the ends of answers."""
-        return self._has_agents or self.memory.cache.num_evicted > 0
 
     @property
     def num_leases(self) -> int:
@@ -186,7 +180,7 @@ class RankScheduler:
         self.prompts.enter(lease.row, num_on_tree)
         start_drafting(self.columns, lease.row, self._max_draft_tokens)
         message = request.message
-        self._has_agents |= self._expects_returns and request.is_of_agent
+        self.has_agents |= self._expects_returns and request.is_of_agent
         self.unsent_admissions[lease.row] = RowAdmission(
             row=lease.row,
             tokens=request.tokens[start:],
