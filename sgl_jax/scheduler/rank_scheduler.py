@@ -81,6 +81,7 @@ class RankScheduler:
         self._random_seed = args.random_seed
         is_adaptive = args.radix_eviction_policy == "adaptive" and not args.disable_radix_cache
         self._expects_returns = is_adaptive and args.radix_expected_return == "on"
+        self.has_agents = False  # whether any request began whose next one is expected
         self.most_request_pages = self.memory.request_pages(sizes.max_request_tokens)
         self._max_session_pages = int(args.session_memory_fraction * sizes.pool_pages[0])
         # `SHORT_PART` times the tokens of short prompts beyond their part of earlier steps.
@@ -179,6 +180,7 @@ class RankScheduler:
         self.prompts.enter(lease.row, num_on_tree)
         start_drafting(self.columns, lease.row, self._max_draft_tokens)
         message = request.message
+        self.has_agents |= self._expects_returns and request.is_of_agent
         self.unsent_admissions[lease.row] = RowAdmission(
             row=lease.row,
             tokens=request.tokens[start:],
@@ -247,6 +249,7 @@ class RankScheduler:
         has_ended = num_tokens is not None or known_len < max_len
         self._count_output(row, num_tokens or int(known_len), has_ended=has_ended)
         request = self._leave(row, num_tokens=num_tokens, is_complete=True)
+        self._count_forecast(request, is_honored=self._expects_returns)
         request.state = RequestState.FINISHED
         self._bound_sessions()
         return request
@@ -256,6 +259,10 @@ class RankScheduler:
         output_len = max(num_tokens - int(self.columns.prompt_len[row]), 0)
         number = int(self.columns.length_class[row])
         self._output_lengths.add(number, output_len, has_ended=has_ended)
+
+    def _count_forecast(self, request: Request, *, is_honored: bool) -> None:
+        if request.message.reuse.pause_s is not None:
+            self._num_forecasts[is_honored] += 1
 
     def end(self, row: int, *, insert: bool = True, is_own: bool = True) -> Request:
         """End the request in `row` before its output is complete.
@@ -273,6 +280,7 @@ class RankScheduler:
             self.memory.sessions.unbind(request.lease)
             kept = None
         self._leave(row, insert=insert, num_tokens=kept)
+        self._count_forecast(request, is_honored=False)
         request.state = RequestState.FINISHED
         self._bound_sessions()
         return request
@@ -379,8 +387,6 @@ class RankScheduler:
             # No later turn can continue from a row with tokens that were never sent to the device.
             self.memory.sessions.unbind(request.lease)
         end = request.path_end(tokens) if is_complete and self._expects_returns else None
-        if request.message.reuse.pause_s is not None:
-            self._num_forecasts[end is not None and insert] += 1
         release_kv_cache(self.memory, request.lease, tokens, insert=insert, end=end)
         request.lease = None
         return request

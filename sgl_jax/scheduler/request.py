@@ -149,9 +149,9 @@ class Request:
     def path_end(self, tokens: Int32Array) -> PathEnd | None:
         """Return the end of an agent's path: all its tokens, of a complete answer. None if nothing
         tells that an agent sent it: then its next request is not expected at any time."""
-        reuse, output = self.message.reuse, tokens[self.prompt_len :]
-        if reuse == _UNKNOWN:
+        if not self.is_of_agent:
             return None
+        reuse, output = self.message.reuse, tokens[self.prompt_len :]
         calls = reuse.call_token_ids
         is_final = bool(calls) and not np.isin(output, calls).any()
         return PathEnd(
@@ -162,6 +162,11 @@ class Request:
             self.agent,
             holder_of(self.message.tenant),
         )
+
+    @property
+    def is_of_agent(self) -> bool:
+        """Return whether anything tells that an agent sent it, so that its next one is expected."""
+        return self.message.reuse != _UNKNOWN
 
     @property
     def agent(self) -> tuple[str, str] | None:

@@ -198,11 +198,11 @@ class Scheduler:
             bool(self._live.aborted)
             or self._deadlines.needs_tick(now_s)
             or self._sessions.store.needs_tick(now_s)
-            # Once pages were evicted, ranks that serve requests need the time: for working sets and
-            # for the pauses of conversations.
+            # Ranks that serve requests need the time: for the pauses of conversations, and for
+            # working sets once pages were evicted.
             or (
                 now_s >= self._ticked_s + TICK_S
-                and any(r.memory.cache.num_evicted for r in self.ranks)
+                and any(r.has_agents or r.memory.cache.num_evicted for r in self.ranks)
                 and not self.is_idle
             )
         )

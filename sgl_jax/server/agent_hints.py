@@ -4,6 +4,8 @@ It orders the evictions among prefixes, and never changes an answer. Ids are cla
 so they are scoped by its API key and tenant.
 """
 
+from urllib.parse import quote
+
 from fastapi import Request
 
 from sgl_jax.core.messages import Reuse, Tenant
@@ -37,7 +39,9 @@ def reuse_of(
     agent = agent or hints.agent_id or ""
     if agent:
         owner = "" if tenant is None else tenant.name
-        agent = f"{caller_of(request).name}:{owner}:{agent[:_MAX_ID_CHARS]}"
+        # A quoted name has no colon, so no two triples are equal.
+        names = (quote(name, safe="") for name in (caller_of(request).name, owner))
+        agent = ":".join((*names, agent[:_MAX_ID_CHARS]))
     pause_ms = hints.expected_tool_duration_ms
     return Reuse(
         agent=agent,

@@ -295,6 +295,18 @@ MUTATIONS = (
         "if record is not None and record.first == prompt[0]:",
         "if record is not None:",
     ),
+    Mutation(
+        "take the record of another agent that begins alike",
+        _RECORDS,
+        "(end.agent, end.tenant)",
+        '(None, "")',
+    ),
+    Mutation(
+        "take another choice of a prompt for the next request",
+        _RECORDS,
+        "            if end.arrived_s > record.ended_s:\n",
+        "            if True:\n",
+    ),
     # -- edges that become one
     Mutation(
         "merge across the end of a lease",

@@ -93,3 +93,30 @@ def test_a_request_that_its_client_leaves_records_nothing() -> None:
     policy: Any = agent.driver.scheduler.ranks[0].memory.cache.tree.policy
     assert len(policy._records) == 0
     assert agent.driver.scheduler.ranks[0].counters()["forecasts_ignored"] == 1
+
+
+def test_the_forecast_of_a_request_that_was_retracted_is_counted_once() -> None:
+    agent = Agent()
+    reuse = Reuse(agent="a", pause_s=8.0)
+    agent.driver.submit(generate("again", PROMPT, 9, reuse=reuse, ignore_eos=True))
+    for _ in range(4):
+        agent.driver.step()
+    agent.driver.retract("again")
+    agent.driver.run()
+    counters = agent.driver.scheduler.ranks[0].counters()
+    assert (counters["forecasts_honored"], counters["forecasts_ignored"]) == (1, 0)
+
+
+def test_a_long_answer_is_no_part_of_the_pause_after_it() -> None:
+    """Even before any page is evicted, the time of an answer's end is known."""
+    agent = Agent()
+    driver, scheduler = agent.driver, agent.driver.scheduler
+    driver.submit(generate("long", PROMPT, 40, reuse=Reuse(agent="a"), ignore_eos=True))
+    while not scheduler.is_idle:
+        driver.step()
+        agent.now_s += 2.0
+        if scheduler.needs_tick(agent.now_s):
+            driver.tick(agent.now_s)
+    agent.prompt = [*PROMPT, *driver.tokens["long"], 1, 2]
+    took = agent.turn(8.0, agent="a")
+    assert took == round(0.7 * FIRST_CLASS + 0.3 * class_of(8.0))

@@ -298,7 +298,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     def new_weights(self, keeps_running: bool) -> None:
         """Between two steps; no request finds what was computed before."""
         driver, scheduler = self.driver, self.driver.scheduler
-        self.come_to_rest()
         if scheduler.is_storing:
             return  # the loop gives writes up first
         running = {rid for rid in self.live() if scheduler._requests[rid].lease is not None}

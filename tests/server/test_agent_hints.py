@@ -32,6 +32,9 @@ async def test_agents_are_known_by_their_headers_and_expected_pauses(tools_rig: 
     assert sub_agent.agent.endswith(":a")
     assert (await reuse_in(tools_rig, agent_hints={"agent_id": "a"})).agent == sub_agent.agent
     assert (await reuse_in(tools_rig, session, user="u")).agent not in {main.agent, ""}
+    mine = await reuse_in(tools_rig, {"thread-id": "t:s"}, user="u")
+    theirs = await reuse_in(tools_rig, {"thread-id": "s"}, user="u:t")
+    assert mine.agent != theirs.agent
     long = await reuse_in(tools_rig, {"thread-id": "x" * 5000})
     assert len(long.agent) < 400
     assert (await reuse_in(tools_rig, agent_hints=HINTED)).pause_s == 1.5

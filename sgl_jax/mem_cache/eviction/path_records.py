@@ -1,9 +1,11 @@
 """When paths are expected back: one record for each conversation, which outlives its pages.
 
-A request continues the conversation whose last prompt it extends to at least half. The pause is the
-time from the end of the former answer to the arrival of the next request. The record keeps the
-geometric mean of the pauses, since most are short and a few are very long. After a final answer,
-which a person reads, the pause is expected to be four times as long as after a tool call.
+A request continues the conversation of the same agent and tenant whose last prompt it extends to at
+least half. The pause is the time from the end of the former answer to the arrival of the next
+request. The record keeps the geometric mean of the pauses, since most are short and a few are very
+long. After a final answer, which a person reads, the pause is expected to be four times as long as
+after a tool call. A request sent before the former answer ended, such as another choice of the same
+prompt, tells nothing of the pauses.
 
 A client's forecast of a pause replaces the mean. Forecasts are corrected by the mean error of their
 tenant's earlier ones, so they order the paths of one tenant and gain nothing from another's.
@@ -70,22 +72,34 @@ def class_of(pause_s: float) -> int:
 FIRST_CLASS = class_of(_FIRST_PAUSE_S)
 
 
-Key: TypeAlias = int | tuple[str, str]  # the hash of a prefix, or the id of a conversation
+_Owner: TypeAlias = tuple[tuple[str, str] | None, str]  # agent, if known, and tenant
+_Key: TypeAlias = int | None  # the hash of a prefix; None: the last record of a known agent
 
 
 class _Record:
-    __slots__ = ("ended_s", "first", "forecast", "keys", "leaf", "mean", "num_pages", "tail")
+    __slots__ = (
+        "ended_s",
+        "first",
+        "forecast",
+        "keys",
+        "leaf",
+        "mean",
+        "num_pages",
+        "owner",
+        "tail",
+    )
 
     mean: float  # in classes
     ended_s: float
     first: int  # hash of the first page
-    keys: list[Key]
+    keys: list[_Key]
     forecast: int | None  # class of the client's forecast
     num_pages: int
     tail: Int64Array  # the last hashes of the path
     leaf: "weakref.ref[TreeNode]"
 
-    def __init__(self) -> None:
+    def __init__(self, owner: _Owner) -> None:
+        self.owner = owner
         self.mean = float(FIRST_CLASS)
         self.num_pages, self.tail = 0, _NO_PAGES
 
@@ -95,7 +109,8 @@ class PathRecords:
 
     def __init__(self) -> None:
         self._records: OrderedDict[int, _Record] = OrderedDict()  # by id(), the oldest first
-        self._by_key: dict[Key, _Record] = {}
+        # An owner's keys find only its records, since many agents begin with the same prompt.
+        self._by_owner: dict[_Owner, dict[_Key, _Record]] = {}
         self._errors: OrderedDict[str, float] = OrderedDict()  # in classes, by tenant
 
     def __len__(self) -> int:
@@ -103,7 +118,7 @@ class PathRecords:
 
     def clear(self) -> None:
         self._records.clear()
-        self._by_key.clear()
+        self._by_owner.clear()
         self._errors.clear()
 
     def ended(
@@ -113,26 +128,27 @@ class PathRecords:
         first `num_prompt` are the prompt's."""
         if not num_prompt:
             return PathReturn(FIRST_CLASS, _NO_PAGES, None)
-        prompt = hashes[:num_prompt].tolist()
-        record = self._find(prompt, end.agent)
+        prompt, owner = hashes[:num_prompt].tolist(), (end.agent, end.tenant)
+        record = self._find(prompt, owner)
         replaced, former = _NO_PAGES, None
         if record is None:
-            record = _Record()
+            record = _Record(owner)
         else:
-            pause_class = class_of(end.arrived_s - record.ended_s)
-            record.mean = _KEPT_PART * record.mean + (1 - _KEPT_PART) * pause_class
-            if record.forecast is not None:
-                self._note_error(end.tenant, pause_class - record.forecast)
-            replaced = _not_in(record, hashes)
+            if end.arrived_s > record.ended_s:
+                pause_class = class_of(end.arrived_s - record.ended_s)
+                record.mean = _KEPT_PART * record.mean + (1 - _KEPT_PART) * pause_class
+                if record.forecast is not None:
+                    self._note_error(end.tenant, pause_class - record.forecast)
+                replaced = _not_in(record, hashes)
             if len(replaced):
                 former = record.leaf()
             self._forget(record)
         record.ended_s, record.leaf = now_s, weakref.ref(leaf)
         record.first, record.num_pages = prompt[0], len(hashes)
         record.tail = hashes[-_TAIL_PAGES:].copy()
-        record.keys = _keys(prompt)
+        record.keys = [*_keys(prompt)]
         if end.agent is not None:
-            record.keys.append(end.agent)
+            record.keys.append(None)
         self._remember(record)
         expected = record.mean - _FINAL_CLASSES * end.is_final
         record.forecast = None
@@ -148,32 +164,35 @@ class PathRecords:
         if len(self._errors) > _MAX_TENANTS:
             self._errors.popitem(last=False)
 
-    def _find(self, prompt: list[int], agent: Key | None) -> _Record | None:
+    def _find(self, prompt: list[int], owner: _Owner) -> _Record | None:
         """Return the agent's record if the prompt has its first page, since side requests may have
-        its id, too; else the record with the longest key in the prompt."""
-        find = self._by_key.get
-        record = None if agent is None else find(agent)
+        its id, too; else the owner's record with the longest key in the prompt."""
+        own = self._by_owner.get(owner)
+        if own is None:
+            return None
+        record = own.get(None)
         if record is not None and record.first == prompt[0]:
             return record
-        for page_hash in reversed(prompt):
-            if (record := find(page_hash)) is not None:
-                return record
-        return None
+        return next((own[page_hash] for page_hash in reversed(prompt) if page_hash in own), None)
 
     def _remember(self, record: _Record) -> None:
-        self._by_key.update(dict.fromkeys(record.keys, record))
+        own = self._by_owner.setdefault(record.owner, {})
+        own.update(dict.fromkeys(record.keys, record))
         self._records[id(record)] = record
         if len(self._records) > _MAX_RECORDS:
             self._forget(next(iter(self._records.values())))
 
     def _forget(self, record: _Record) -> None:
         del self._records[id(record)]
+        own = self._by_owner.get(record.owner, {})
         for key in record.keys:
-            if self._by_key.get(key) is record:
-                del self._by_key[key]
+            if own.get(key) is record:
+                del own[key]
+        if not own:
+            self._by_owner.pop(record.owner, None)
 
 
-def _keys(prompt: list[int]) -> list[Key]:
+def _keys(prompt: list[int]) -> list[int]:
     """Return the hashes 1, 2, 4, ... pages before the end of a prompt, down to its half: its last
     pages may differ in the next prompt, and its beginning may be another conversation's."""
     return [prompt[-(1 << i)] for i in range(max(len(prompt) // 2, 1).bit_length())]

@@ -13,7 +13,12 @@ from numpy.typing import NDArray
 
 from sgl_jax.core.compiled import compiled
 from sgl_jax.mem_cache.eviction.ghost_pages import Int64Array
-from sgl_jax.mem_cache.eviction.path_records import FIRST_CLASS, NUM_RETURN_CLASSES, PAUSE_S
+from sgl_jax.mem_cache.eviction.path_records import (
+    FIRST_CLASS,
+    NUM_RETURN_CLASSES,
+    PAUSE_S,
+    REPLACED,
+)
 
 NUM_SHADOWS = 4
 ADAPTIVE, LRU, LFU, RETURN = range(NUM_SHADOWS)
@@ -266,7 +271,7 @@ def _read(
             elif shadow == LFU:
                 num_uses[i] = min(uses + 1, MAX_USES)
             elif shadow == RETURN:
-                num_uses[i] = uses
+                num_uses[i] = FIRST_CLASS if uses == REPLACED else uses
             continue
         is_new[i] = True
         if shadow == RETURN:

@@ -92,6 +92,35 @@ def test_prompts_that_share_less_than_half_are_one_agents_only_by_its_id() -> No
     assert not len(talk.end([*range(300, 320), 900], 4.0, 4.0, agent=("other", "a")).replaced)
 
 
+def test_agents_that_share_a_long_beginning_keep_their_records_apart() -> None:
+    """As two agents with the same instructions and tools, of one key or of two."""
+    talk, shared = Conversations(), list(range(100))
+    for first, second in (
+        ({"agent": ("", "k::a")}, {"agent": ("", "l::b")}),
+        ({"tenant": "k"}, {"tenant": "l"}),
+        ({"agent": ("", "k::a"), "tenant": "k"}, {}),
+    ):
+        talk.records.clear()
+        talk.end([*shared, 200, 201], 0.0, 10.0, pause_s=1.0, **first)
+        other = talk.end([*shared, 300, 301], 74.0, 80.0, pause_s=1.0, **second)
+        assert not len(other.replaced)
+        assert other.return_class == class_of(1.0)  # an error of the first's is not the other's
+        assert len(talk.records) == 2
+        grown = talk.end([*shared, 200, 201, 202], 18.0, 90.0, **first)
+        assert grown.return_class == round(0.7 * FIRST_CLASS + 0.3 * class_of(8.0))
+
+
+def test_a_request_sent_before_the_answer_does_not_continue_it() -> None:
+    """Further choices of one prompt tell nothing of the pauses, and replace no other choice."""
+    talk, prompt = Conversations(), list(range(100))
+    for i in range(8):
+        choice = talk.end([*prompt, 200 + i], 5.0, 10.0 + i, num_answered=1, agent=("", "a"))
+        assert choice.return_class == FIRST_CLASS
+        assert not len(choice.replaced)
+    late = talk.end([*prompt, 207, 208], 25.0, 30.0, agent=("", "a"))
+    assert late.return_class == round(0.7 * FIRST_CLASS + 0.3 * class_of(8.0))
+
+
 def test_forecasts_are_corrected_by_the_errors_of_their_tenant() -> None:
     talk, prompt, now_s = Conversations(), list(range(100)), 0.0
     for _ in range(200):  # of a tenant that always forecasts a second
@@ -111,10 +140,14 @@ def test_the_number_of_records_is_bounded() -> None:
     for i in range(_MAX_RECORDS + 50):
         talk.end([10 * i, 10 * i + 1], 0.0, 0.0)
     assert len(talk.records) == _MAX_RECORDS
-    assert len(talk.records._by_key) <= 2 * _MAX_RECORDS
+    assert sum(map(len, talk.records._by_owner.values())) <= 2 * _MAX_RECORDS
     assert not len(talk.end([0, 5], 1.0, 1.0).replaced)
     talk.records.clear()
-    assert len(talk.records) == len(talk.records._by_key) == 0
+    for i in range(2 * _MAX_RECORDS):
+        talk.end([1, 2], 0.0, 0.0, agent=("", str(i)))
+    assert len(talk.records) == len(talk.records._by_owner) == _MAX_RECORDS
+    talk.records.clear()
+    assert len(talk.records) == len(talk.records._by_owner) == 0
 
 
 def agents(num_agents: int, seed: int = 1) -> list[TracedRequest]:

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from sgl_jax.mem_cache.eviction.ghost_pages import PrefixHasher
+from sgl_jax.mem_cache.eviction.path_records import FIRST_CLASS, REPLACED
 from sgl_jax.mem_cache.eviction.shadow_caches import ShadowCaches
-from sgl_jax.mem_cache.eviction.shadow_pages import ADAPTIVE, LFU, LRU, NUM_SHADOWS
+from sgl_jax.mem_cache.eviction.shadow_pages import ADAPTIVE, LFU, LRU, NUM_SHADOWS, RETURN
 from tests.mem_cache.cache_loads import Prompt, fresh_pages, hit_rate, take
 from tests.mem_cache.drawn_loads import drawn_load, lfu_hit_rate, loss
 
@@ -60,6 +61,20 @@ def test_a_leaf_keeps_what_the_leading_shadow_has_or_has_used_more_often() -> No
     path = np.array([1, 2, 3, 4], np.uint64)
     assert [shadows.num_uses(page) for page in (1, 2, 3, 4)] == [2, 2, 0, None]
     assert [shadows.num_used_more(path, uses) for uses in (-1, 0, 2)] == [3, 2, 0]
+
+
+def test_a_replaced_rest_that_is_used_is_expected_again() -> None:
+    """As in the cache: `AdaptivePolicy.use`."""
+    shadows, path = ShadowCaches(4), np.array([1, 2], np.uint64)
+    for now, return_class in enumerate((REPLACED, 50), 1):
+        shadows.use(path, now)
+        shadows.end_path()
+        shadows.expect(path.view(np.int64), return_class)
+        shadows.use(path, now)
+        shadows.end_path()
+        shadows.read()
+        shadows.leading_policy = RETURN
+        assert shadows.num_uses(2) == max(return_class, FIRST_CLASS)
 
 
 def test_all_is_forgotten_and_pages_of_one_hash_are_one() -> None:
