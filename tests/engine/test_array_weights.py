@@ -1,5 +1,6 @@
 """A trainer's arrays become the weights of a running engine, all or none."""
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +19,7 @@ from sgl_jax.checkpoint.tensor_files import TensorFiles
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import UpdateWeightsFromDisk, UpdateWeightsFromTensor
 from tests.support.long import long
+from tests.support.waiting import until
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3"
 PROMPTS = [[5, 6, 7], [9] * 20]
@@ -315,3 +317,33 @@ def test_an_aborted_rollout_goes_on_with_the_same_tokens(engine: Engine) -> None
     ]
     for one, part, last in zip(expected, parts, engine.generate(resent, rest), strict=True):
         assert part.output_ids + last.output_ids == one.output_ids
+
+
+def test_messages_that_wait_for_the_thread_together_are_answered_in_turn(
+    engine: Engine, new: dict[str, Any], of_new: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first is answered while the thread makes the last parameters."""
+
+    def make(*args: Any) -> Any:
+        made.append(args)
+        if len(made) == 1:
+            until(lambda: len(stagings) == 2, "both wait")
+        if len(made) == len(first) + 2:
+            assert is_answered.wait(20)
+        return usual(*args)
+
+    usual, made, is_answered = ArrivingWeights.make, list[Any](), threading.Event()
+    stagings = engine._core._controls.updates.stagings
+    first = {name: own for name, own in new.items() if "layers" not in name}
+    last = {name: own for name, own in new.items() if "layers" in name}
+    monkeypatch.setattr(ArrivingWeights, "make", make)
+    with ThreadPoolExecutor(2) as pool:
+        replies = []
+        for own in (first, last):
+            message = UpdateWeightsFromTensor(tensors=own, weight_version="3")
+            replies.append(pool.submit(engine._checked_call, message))
+            until(lambda: stagings, "the first waits")
+        replies[0].add_done_callback(lambda _: is_answered.set())
+        answers = [each.result(60) for each in replies]
+    assert [each.get("num_missing") for each in answers] == [len(last), None]
+    assert outputs(engine) == of_new[1]

@@ -48,7 +48,7 @@ class _Staging(NamedTuple):
 
     message: messages.UpdateWeightsFromTensor
     update: WeightUpdate
-    ended: Future[None]
+    ended: Future[set[str]]
 
 
 class WeightUpdates:
@@ -113,46 +113,35 @@ class WeightUpdates:
             update = core.executor.weights.begin_update(is_chunked=is_chunked)
             self._update, self._version = update, message.weight_version
         if not is_chunked:
-            ended = self._pool.submit(_take, update, message.tensors)
+            ended = self._pool.submit(_take, update, message)
             self.stagings.append(_Staging(message, update, ended))
             return None
         self._block()
-        error = None
+        ended = Future[set[str]]()
         try:
             with core.watchdog.patience():
-                _take(update, message.tensors)
+                ended.set_result(_take(update, message))
         except Exception as raised:
-            error = raised
-        return self._taken(message, update, error)
+            ended.set_exception(raised)
+        return self._taken(_Staging(message, update, ended))
 
     def answer_ended(self) -> None:
         """Reply to the messages whose tensors were taken, and switch to weights that are complete.
         Called between two steps."""
         while self.stagings and self.stagings[0].ended.done():
-            message, update, ended = self.stagings.pop(0)
-            self._core.channel.send(self._taken(message, update, ended.exception()))
+            self._core.channel.send(self._taken(self.stagings.pop(0)))
 
-    def _taken(
-        self,
-        message: messages.UpdateWeightsFromTensor,
-        update: WeightUpdate,
-        error: BaseException | None,
-    ) -> Reply:
+    def _taken(self, staging: _Staging) -> Reply:
         """Reply to a message whose tensors were taken, perhaps after the switch."""
-        missing = set[str]()
+        message, update, ended = staging
+        error = ended.exception()
         if update is not self._update:
             error = CheckpointError("the update has ended: another began, or a tensor was refused")
-        elif error is None:
-            missing = update.missing
-            try:
-                if message.is_last:
-                    update.check_complete()
-            except CheckpointError as raised:
-                error = raised
         if error is not None:
             if update is self._update:
                 self._update = None
             return self._refused(message, error)
+        missing = ended.result()
         if missing or message.is_last is False:
             text = f"{len(missing)} tensors are missing"
             return answer(message, calls.WeightsUpdated(True, text, 0, len(missing)))
@@ -246,5 +235,11 @@ class WeightUpdates:
         return kept
 
 
-def _take(update: WeightUpdate, tensors: Any) -> None:
+def _take(update: WeightUpdate, message: messages.UpdateWeightsFromTensor) -> set[str]:
+    """Take a message's tensors. Return the names that are then missing, before the thread takes the
+    next message. Raises CheckpointError."""
+    tensors = message.tensors
     update.add(read_safetensors(tensors) if isinstance(tensors, bytes) else tensors)
+    if message.is_last:
+        update.check_complete()
+    return update.missing
