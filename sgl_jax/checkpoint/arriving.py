@@ -54,12 +54,17 @@ class _OneLayer(Derived):
 class ArrivingWeights:
     """The parameters that are left to make, and the tensors that have arrived for them.
 
-    The tensors of a draft layer are optional: without any of them it keeps its weights.
+    The tensors of a draft layer are optional, unless its own are deleted: without any of them it
+    keeps its weights.
     """
 
-    def __init__(self, placed: PlacedModel, *, check_all: bool) -> None:
-        """Await the tensors of `placed`. `check_all`: see `ArrayTensors`."""
+    def __init__(
+        self, placed: PlacedModel, *, check_all: bool, needs_drafts: bool = False
+    ) -> None:
+        """Await the tensors of `placed`, with `needs_drafts` also those of its draft layer.
+        `check_all`: see `ArrayTensors`."""
         self._placed = placed
+        self._needs_drafts = needs_drafts
         self._stored = QuantizedTensors(placed.model.config.quantization)
         self._tensors = ArrayTensors(check_all=check_all)
         self._pieces = RowPieces()
@@ -168,7 +173,7 @@ class ArrivingWeights:
     def missing(self) -> set[str]:
         """Return the names of tensors that must still arrive."""
         wanted = self._needs(self._chosen()).keys() - self._arrived
-        has_drafts = bool(self._arrived & self._of_drafts)
+        has_drafts = self._needs_drafts or bool(self._arrived & self._of_drafts)
         has_model = bool(self._arrived - self._of_drafts)
         return {name for name in wanted if (has_drafts if name in self._of_drafts else has_model)}
 

@@ -217,6 +217,8 @@ def test_a_bad_last_tensor_leaves_the_old_weights_or_stops(
     if mode == "chunked":
         with pytest.raises(InvalidRequestError, match="the weights are incomplete"):
             engine.continue_generation()
+        engine.release_memory_occupation(["weights"])
+        assert all(array.is_deleted() for array in engine._core.executor.weights.arrays)
         engine.update_weights(old, version="good")
     assert outputs(engine) == of_old
 
@@ -347,3 +349,28 @@ def test_messages_that_wait_for_the_thread_together_are_answered_in_turn(
         answers = [each.result(60) for each in replies]
     assert [each.get("num_missing") for each in answers] == [len(last), None]
     assert outputs(engine) == of_new[1]
+
+
+def test_a_deleted_draft_layer_must_come_again() -> None:
+    """Otherwise an update may have its tensors alone, or lack them."""
+    folder = GOLDEN.parents[2] / "models" / "demo_hybrid"
+    with TensorFiles(folder) as files:
+        tensors = {name: files.read(name, ()) for name in files.shapes}
+    drafts = {name: own for name, own in tensors.items() if name.startswith("mtp.")}
+    model = {name: own for name, own in tensors.items() if name not in drafts}
+    drafting = {"speculative_algorithm": "MTP", "speculative_num_draft_tokens": 3}
+    sizes = {"context_length": 64, "max_total_tokens": 256, "chunked_prefill_size": 32}
+    with Engine(str(folder), device="cpu", warmup="none", **sizes, **drafting) as engine:
+        engine.update_weights(drafts, version="1", mode="chunked")
+        assert not engine.info["is_paused"]
+        bad = UpdateWeightsFromTensor(tensors={"own": drafts["mtp.norm.weight"]}, mode="chunked")
+        begin = UpdateWeightsFromTensor(tensors=drafts, mode="chunked", is_last=False)
+        engine._checked_call(begin)
+        with pytest.raises(InvalidRequestError, match="own is unexpected"):
+            engine._checked_call(bad)
+        with pytest.raises(InvalidRequestError, match="mtp"):
+            engine.update_weights(model, version="2")
+        assert engine.info["is_paused"]
+        engine.update_weights(tensors, version="2")
+        assert not engine.info["is_paused"]
+        outputs(engine)

@@ -181,7 +181,7 @@ class WeightUpdates:
         self._block()
         self._give_up_kv()
         tags = set(message.tags or _TAGS)
-        if "weights" in tags and not core.executor.weights.is_mixed:
+        if "weights" in tags:
             core.executor.weights.release()
         if "kv_cache" in tags and not self._has_no_pools:
             self._has_no_pools = True
