@@ -17,7 +17,12 @@ from sgl_jax import Engine
 from sgl_jax.checkpoint.arriving import ArrivingWeights
 from sgl_jax.checkpoint.tensor_files import TensorFiles
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.messages import UpdateWeightsFromDisk, UpdateWeightsFromTensor
+from sgl_jax.core.messages import (
+    CancelCall,
+    PauseGeneration,
+    UpdateWeightsFromDisk,
+    UpdateWeightsFromTensor,
+)
 from tests.support.long import long
 from tests.support.waiting import until
 
@@ -374,3 +379,17 @@ def test_a_deleted_draft_layer_must_come_again() -> None:
         engine.update_weights(tensors, version="2")
         assert not engine.info["is_paused"]
         outputs(engine)
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_pause_while_memory_is_released_lasts(engine: Engine, is_cancelled: bool) -> None:
+    engine.release_memory_occupation(["kv_cache"])
+    rid = engine._frontend.call(PauseGeneration(), lambda _: None)
+    engine.resume_memory_occupation(["weights"])
+    if is_cancelled:
+        engine._frontend._send(CancelCall(call=rid))
+    engine.resume_memory_occupation()
+    assert engine.info["is_paused"] != is_cancelled
+    if not is_cancelled:
+        engine.continue_generation()
+    outputs(engine)

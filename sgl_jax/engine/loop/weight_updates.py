@@ -57,6 +57,7 @@ class WeightUpdates:
     Attributes:
         stagings: the messages whose tensors are taken on a thread, oldest first.
         is_blocking: weights or pools are missing: no step may run.
+        ends_pause: steps run again after that: generation was not paused before or meanwhile.
     """
 
     def __init__(self, core: UpdatedEngine) -> None:
@@ -67,7 +68,7 @@ class WeightUpdates:
         # One thread: tensors of an update are taken one message after another.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self.is_blocking = False
-        self._resumes = False  # steps after that
+        self.ends_pause = False
         self._has_no_pools = False
 
     def close(self) -> None:
@@ -201,7 +202,7 @@ class WeightUpdates:
             return
         scheduler = self._core.scheduler
         self._core.steps.settle()
-        self.is_blocking, self._resumes = True, not scheduler.is_paused
+        self.is_blocking, self.ends_pause = True, not scheduler.is_paused
         scheduler.handle(Pause("in_place"))
         self._core.change_info(is_paused=True)
 
@@ -223,7 +224,8 @@ class WeightUpdates:
         if not self.is_blocking or not is_ready:
             return
         self.is_blocking = False
-        if self._resumes:
+        if self.ends_pause:
+            self.ends_pause = False
             self._core.scheduler.handle(Resume())
             self._core.change_info(is_paused=False)
 
