@@ -393,3 +393,11 @@ def test_a_pause_while_memory_is_released_lasts(engine: Engine, is_cancelled: bo
     if not is_cancelled:
         engine.continue_generation()
     outputs(engine)
+
+
+def test_an_engine_without_memory_ends_as_usual(caplog: pytest.LogCaptureFixture) -> None:
+    sizes = {"context_length": 64, "max_total_tokens": 256}
+    with Engine(model_path=str(GOLDEN), device="cpu", warmup="none", **sizes) as engine:
+        engine.release_memory_occupation()
+    assert "the engine ended" not in caplog.text
+    assert not hasattr(engine._core.executor, "weights")
