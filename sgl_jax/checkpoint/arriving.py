@@ -58,9 +58,7 @@ class ArrivingWeights:
     keeps its weights.
     """
 
-    def __init__(
-        self, placed: PlacedModel, *, check_all: bool, needs_drafts: bool = False
-    ) -> None:
+    def __init__(self, placed: PlacedModel, *, check_all: bool, needs_drafts: bool = False) -> None:
         """Await the tensors of `placed`, with `needs_drafts` also those of its draft layer.
         `check_all`: see `ArrayTensors`."""
         self._placed = placed
@@ -109,20 +107,22 @@ class ArrivingWeights:
         Raises:
             CheckpointError: a tensor is unknown, came before, or has a wrong shape or dtype.
         """
-        model = self._placed.model
-        tensors = self._pieces.joined(tensors, self._num_rows)
+        needed = {key: own for key, own in tensors.items() if not self._is_spare(key)}
+        tensors = self._pieces.joined(needed, self._num_rows)
         for name in tensors.keys() & self._arrived:
             raise CheckpointError(f"tensor {name!r} arrived twice in one update")
-        found = {
-            name: (tuple(own.shape), type_of(own))
-            for name, own in tensors.items()
-            if name in self._expected or not (model.is_spare(name) or self._stored.is_spare(name))
-        }
+        found = {name: (tuple(own.shape), type_of(own)) for name, own in tensors.items()}
         known = {name: self._expected[name] for name in found.keys() & self._expected.keys()}
         check_tensors(_WHERE, known, found)
         for name in found:
             self._tensors.add(name, tensors[name])
         self._arrived |= found.keys()
+
+    def _is_spare(self, key: str) -> bool:
+        """Return whether nothing needs a tensor, or a piece of one, that a checkpoint may have."""
+        name = key.rpartition("#")[0] or key
+        is_spare = self._placed.model.is_spare(name) or self._stored.is_spare(name)
+        return is_spare and name not in self._expected
 
     def _num_rows(self, name: str) -> int:
         if name not in self._expected:
