@@ -54,12 +54,15 @@ class _OneLayer(Derived):
 class ArrivingWeights:
     """The parameters that are left to make, and the tensors that have arrived for them.
 
-    The tensors of a draft layer are optional: without any of them it keeps its weights.
+    The tensors of a draft layer are optional, unless its own are deleted: without any of them it
+    keeps its weights.
     """
 
-    def __init__(self, placed: PlacedModel, *, check_all: bool) -> None:
-        """Await the tensors of `placed`. `check_all`: see `ArrayTensors`."""
+    def __init__(self, placed: PlacedModel, *, check_all: bool, needs_drafts: bool = False) -> None:
+        """Await the tensors of `placed`, with `needs_drafts` also those of its draft layer.
+        `check_all`: see `ArrayTensors`."""
         self._placed = placed
+        self._needs_drafts = needs_drafts
         self._stored = QuantizedTensors(placed.model.config.quantization)
         self._tensors = ArrayTensors(check_all=check_all)
         self._pieces = RowPieces()
@@ -104,20 +107,22 @@ class ArrivingWeights:
         Raises:
             CheckpointError: a tensor is unknown, came before, or has a wrong shape or dtype.
         """
-        model = self._placed.model
-        tensors = self._pieces.joined(tensors, self._num_rows)
+        needed = {key: own for key, own in tensors.items() if not self._is_spare(key)}
+        tensors = self._pieces.joined(needed, self._num_rows)
         for name in tensors.keys() & self._arrived:
             raise CheckpointError(f"tensor {name!r} arrived twice in one update")
-        found = {
-            name: (tuple(own.shape), type_of(own))
-            for name, own in tensors.items()
-            if name in self._expected or not (model.is_spare(name) or self._stored.is_spare(name))
-        }
+        found = {name: (tuple(own.shape), type_of(own)) for name, own in tensors.items()}
         known = {name: self._expected[name] for name in found.keys() & self._expected.keys()}
         check_tensors(_WHERE, known, found)
         for name in found:
             self._tensors.add(name, tensors[name])
         self._arrived |= found.keys()
+
+    def _is_spare(self, key: str) -> bool:
+        """Return whether nothing needs a tensor, or a piece of one, that a checkpoint may have."""
+        name = key.rpartition("#")[0] or key
+        is_spare = self._placed.model.is_spare(name) or self._stored.is_spare(name)
+        return is_spare and name not in self._expected
 
     def _num_rows(self, name: str) -> int:
         if name not in self._expected:
@@ -168,7 +173,7 @@ class ArrivingWeights:
     def missing(self) -> set[str]:
         """Return the names of tensors that must still arrive."""
         wanted = self._needs(self._chosen()).keys() - self._arrived
-        has_drafts = bool(self._arrived & self._of_drafts)
+        has_drafts = self._needs_drafts or bool(self._arrived & self._of_drafts)
         has_model = bool(self._arrived - self._of_drafts)
         return {name for name in wanted if (has_drafts if name in self._of_drafts else has_model)}
 

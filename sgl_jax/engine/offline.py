@@ -173,7 +173,7 @@ class Engine:
             prompt_ids, output_ids: token ids, at least one of each.
             temperature, top_k, top_p, min_p: of the distribution, by `logprobs_mode`. Penalties and
                 bias do not count.
-            options: as for `generate`.
+            options: as for `generate`, without a session.
 
         Raises:
             InvalidRequestError, GenerationError, EngineDeadError: as for `generate`.

@@ -390,7 +390,8 @@ class ModelExecutor(Executor):
         if self.cpu_blocks is not None:
             self.cpu_blocks.close()
         self._in_flight.clear()
-        jax.block_until_ready(self._state)
+        pools = jax.tree.leaves(self._state)
+        jax.block_until_ready([pool for pool in pools if not pool.is_deleted()])
         del self._state, self._row_params, self.weights, self._programs, self._stages
 
     def _run(self, bucket: Bucket, plan: StepPlan) -> LaunchedStep:

@@ -78,16 +78,14 @@ class ServedWeights:
 
     Attributes:
         arrays: the parameters, in the order of `jax.tree.leaves`.
-        is_mixed: parts were deleted, or belong to different weights, since a chunked update or
-            `release` until an update is complete.
     """
 
     arrays: tuple[jax.Array, ...]
-    is_mixed = False
 
     def __init__(self, model: PlacedModel, args: ServerArgs, progress: Progress) -> None:
         self._model = model
         self._args = args
+        self._deleted = set[ParamPath]()  # by a chunked update or `release`, and not replaced since
         self._load = partial(
             load_params,
             model,
@@ -108,15 +106,25 @@ class ServedWeights:
         self._params = dict(params)
         self.arrays = tuple(jax.tree.leaves(unflatten_mapping(self._params)))
 
+    @property
+    def is_mixed(self) -> bool:
+        """Return whether parameters were deleted, or are of other weights than the rest."""
+        return bool(self._deleted)
+
     def begin_update(self, *, is_chunked: bool) -> WeightUpdate:
         """Return an update without tensors; end it by `finish_update`."""
-        arriving = ArrivingWeights(self._model, check_all=self._args.check_weights == "all")
+        arriving = ArrivingWeights(
+            self._model,
+            check_all=self._args.check_weights == "all",
+            needs_drafts=any(path[0] == "draft_layer" for path in self._deleted),
+        )
         return WeightUpdate(arriving, self._delete if is_chunked else None)
 
     def finish_update(self, update: WeightUpdate) -> None:
         """Serve the parameters of a complete update. Parameters that no checkpoint holds stay."""
-        self._use(self._params | update.params)
-        self.is_mixed = self.is_mixed and not any(path[0] == "embedding" for path in update.params)
+        params = update.params.copy()  # a thread may refuse another message meanwhile
+        self._use(self._params | params)
+        self._deleted -= params.keys()
 
     def release(self) -> None:
         """Delete the arrays of the checkpoint's parameters, except for those of a draft layer,
@@ -126,7 +134,7 @@ class ServedWeights:
                 self._delete(path)
 
     def _delete(self, path: ParamPath) -> None:
-        self.is_mixed = True
+        self._deleted.add(path)
         for array in jax.tree.leaves(self._params[path]):
             array.delete()
 
@@ -147,7 +155,7 @@ class ServedWeights:
         codes = of_each_host(0 if failure is None else 1 + failure.lacks_room)
         if not any(codes):
             self._use(flatten_mapping(params))
-            self.is_mixed = False
+            self._deleted.clear()
             return None
         reason = f"a host could not load the weights in {model_path!r}; see its log"
         return LoadFailure(reason if failure is None else failure.reason, max(codes) == 2)

@@ -7,6 +7,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from sgl_jax.kernels.rms_norm import rms_normalised
+from sgl_jax.kernels.row_blocks import row_wise
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS, sum_over_tensor
 from sgl_jax.layers.parameter import parameter
 from sgl_jax.layers.sources import Source
@@ -40,8 +41,16 @@ class AllHeadsNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalise x [T, heads, head_dim]; the result has x's dtype."""
-        wide = x.astype(jnp.float32)
-        total = sum_over_tensor(jnp.sum(wide * wide, axis=(1, 2), keepdims=True))
+        weight = self.weight[...].reshape(x.shape[1:])
         size = x.shape[1] * x.shape[2] * lax.axis_size(TENSOR_AXIS)
-        scaled = wide * lax.rsqrt(total / size + self.eps)
-        return scaled.astype(x.dtype) * self.weight[...].reshape(x.shape[1:])
+
+        def squares(x: jax.Array) -> jax.Array:
+            wide = x.astype(jnp.float32)
+            return jnp.sum(wide * wide, axis=(1, 2), keepdims=True)
+
+        def scaled(x: jax.Array, total: jax.Array) -> jax.Array:
+            wide = x.astype(jnp.float32) * lax.rsqrt(total / size + self.eps)
+            return wide.astype(x.dtype) * weight
+
+        result: jax.Array = row_wise(scaled, x, sum_over_tensor(row_wise(squares, x)))
+        return result

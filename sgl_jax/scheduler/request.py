@@ -120,8 +120,12 @@ class Request:
         # new tokens gained since.
         self.computed_len = 0
         self.num_lost = 0
+        self.begin_prompt_logprobs()
+
+    def begin_prompt_logprobs(self) -> None:
+        """Report the prompt's log-probabilities from the first on that is asked for."""
         # Next prompt position to report the log-probability of; prompt_len if there is none.
-        start = message.logprob_start_len
+        start = self.message.logprob_start_len
         self.logprob_next = self.prompt_len if start < 0 else min(start, self.prompt_len)
         self.pending_prompt_logprobs: list[TokenLogprobs] = []
 

@@ -285,10 +285,14 @@ class Scheduler:
         kept = []
         for rank in self.ranks:
             for row in rank.running.active.tolist():
-                if keeps_running and rank.make_stale(row):
+                scores = bool(rank.running.request(row).pending_prompt_logprobs)
+                if keeps_running and not scores and rank.make_stale(row):
                     kept.append(rank.running.request(row).rid)
                 else:
                     self._waiting.add(rank.retract(row, "asked"))
+        for request in self._requests.values():
+            if request.pending_prompt_logprobs:  # of the weights before
+                request.begin_prompt_logprobs()
         self._sessions.release_all()
         for rank in self.ranks:
             rank.withdraw_all()

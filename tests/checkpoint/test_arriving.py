@@ -94,6 +94,14 @@ def test_a_large_tensor_may_arrive_in_pieces_of_rows() -> None:
         made(placed, {"own#0": table})
 
 
+def test_pieces_of_a_tensor_that_nothing_needs_are_dropped() -> None:
+    """As it is if it arrives whole."""
+    placed, tensors = placed_on(GOLDEN / "qwen2", mesh_of(0, 1, 1)), tensors_of(GOLDEN / "qwen2")
+    head = tensors["model.embed_tokens.weight"]
+    whole = made(placed, tensors | {"lm_head.weight": head})
+    assert_same(flat(made(placed, tensors | {"lm_head.weight#0": head})), flat(whole))
+
+
 @pytest.mark.parametrize("engine", [(0, 1, 2), (2, 1, 2), (0, 2, 2)])
 def test_arrays_of_another_mesh_arrive_unchanged_and_as_copies(engine: tuple[int, ...]) -> None:
     """Donation of the trainer's arrays deletes none of the engine's."""

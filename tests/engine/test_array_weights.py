@@ -1,5 +1,6 @@
 """A trainer's arrays become the weights of a running engine, all or none."""
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,8 +17,14 @@ from sgl_jax import Engine
 from sgl_jax.checkpoint.arriving import ArrivingWeights
 from sgl_jax.checkpoint.tensor_files import TensorFiles
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.messages import UpdateWeightsFromDisk, UpdateWeightsFromTensor
+from sgl_jax.core.messages import (
+    CancelCall,
+    PauseGeneration,
+    UpdateWeightsFromDisk,
+    UpdateWeightsFromTensor,
+)
 from tests.support.long import long
+from tests.support.waiting import until
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3"
 PROMPTS = [[5, 6, 7], [9] * 20]
@@ -215,6 +222,8 @@ def test_a_bad_last_tensor_leaves_the_old_weights_or_stops(
     if mode == "chunked":
         with pytest.raises(InvalidRequestError, match="the weights are incomplete"):
             engine.continue_generation()
+        engine.release_memory_occupation(["weights"])
+        assert all(array.is_deleted() for array in engine._core.executor.weights.arrays)
         engine.update_weights(old, version="good")
     assert outputs(engine) == of_old
 
@@ -315,3 +324,80 @@ def test_an_aborted_rollout_goes_on_with_the_same_tokens(engine: Engine) -> None
     ]
     for one, part, last in zip(expected, parts, engine.generate(resent, rest), strict=True):
         assert part.output_ids + last.output_ids == one.output_ids
+
+
+def test_messages_that_wait_for_the_thread_together_are_answered_in_turn(
+    engine: Engine, new: dict[str, Any], of_new: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first is answered while the thread makes the last parameters."""
+
+    def make(*args: Any) -> Any:
+        made.append(args)
+        if len(made) == 1:
+            until(lambda: len(stagings) == 2, "both wait")
+        if len(made) == len(first) + 2:
+            assert is_answered.wait(20)
+        return usual(*args)
+
+    usual, made, is_answered = ArrivingWeights.make, list[Any](), threading.Event()
+    stagings = engine._core._controls.updates.stagings
+    first = {name: own for name, own in new.items() if "layers" not in name}
+    last = {name: own for name, own in new.items() if "layers" in name}
+    monkeypatch.setattr(ArrivingWeights, "make", make)
+    with ThreadPoolExecutor(2) as pool:
+        replies = []
+        for own in (first, last):
+            message = UpdateWeightsFromTensor(tensors=own, weight_version="3")
+            replies.append(pool.submit(engine._checked_call, message))
+            until(lambda: stagings, "the first waits")
+        replies[0].add_done_callback(lambda _: is_answered.set())
+        answers = [each.result(60) for each in replies]
+    assert [each.get("num_missing") for each in answers] == [len(last), None]
+    assert outputs(engine) == of_new[1]
+
+
+def test_a_deleted_draft_layer_must_come_again() -> None:
+    """Otherwise an update may have its tensors alone, or lack them."""
+    folder = GOLDEN.parents[2] / "models" / "demo_hybrid"
+    with TensorFiles(folder) as files:
+        tensors = {name: files.read(name, ()) for name in files.shapes}
+    drafts = {name: own for name, own in tensors.items() if name.startswith("mtp.")}
+    model = {name: own for name, own in tensors.items() if name not in drafts}
+    drafting = {"speculative_algorithm": "MTP", "speculative_num_draft_tokens": 3}
+    sizes = {"context_length": 64, "max_total_tokens": 256, "chunked_prefill_size": 32}
+    with Engine(str(folder), device="cpu", warmup="none", **sizes, **drafting) as engine:
+        engine.update_weights(drafts, version="1", mode="chunked")
+        assert not engine.info["is_paused"]
+        bad = UpdateWeightsFromTensor(tensors={"own": drafts["mtp.norm.weight"]}, mode="chunked")
+        begin = UpdateWeightsFromTensor(tensors=drafts, mode="chunked", is_last=False)
+        engine._checked_call(begin)
+        with pytest.raises(InvalidRequestError, match="own is unexpected"):
+            engine._checked_call(bad)
+        with pytest.raises(InvalidRequestError, match="mtp"):
+            engine.update_weights(model, version="2")
+        assert engine.info["is_paused"]
+        engine.update_weights(tensors, version="2")
+        assert not engine.info["is_paused"]
+        outputs(engine)
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_pause_while_memory_is_released_lasts(engine: Engine, is_cancelled: bool) -> None:
+    engine.release_memory_occupation(["kv_cache"])
+    rid = engine._frontend.call(PauseGeneration(), lambda _: None)
+    engine.resume_memory_occupation(["weights"])
+    if is_cancelled:
+        engine._frontend._send(CancelCall(call=rid))
+    engine.resume_memory_occupation()
+    assert engine.info["is_paused"] != is_cancelled
+    if not is_cancelled:
+        engine.continue_generation()
+    outputs(engine)
+
+
+def test_an_engine_without_memory_ends_as_usual(caplog: pytest.LogCaptureFixture) -> None:
+    sizes = {"context_length": 64, "max_total_tokens": 256}
+    with Engine(model_path=str(GOLDEN), device="cpu", warmup="none", **sizes) as engine:
+        engine.release_memory_occupation()
+    assert "the engine ended" not in caplog.text
+    assert not hasattr(engine._core.executor, "weights")

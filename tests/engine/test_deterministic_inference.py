@@ -76,7 +76,7 @@ def check(model: Path, **settings: Any) -> None:
         assert answers(engine, [*others, first], **sampled)[-1:] == drawn
 
 
-FAMILIES = "gemma3", "gpt_oss", "deepseek_v3", "qwen3_next", "llama", "qwen3_5_moe"
+FAMILIES = "gemma3", "gpt_oss", "deepseek_v3", "qwen3_next", "llama", "qwen3_5_moe", "olmo3"
 VARIANTS: tuple[dict[str, Any], ...] = (
     {"tp_size": 2},
     {"dp_size": 2},

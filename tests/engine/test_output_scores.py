@@ -57,3 +57,12 @@ def test_a_prompts_own_log_probabilities_stay_the_models(engine: Engine) -> None
     (raw,) = engine.score([PROMPTS[1][:1]], [PROMPTS[1][1:]], logprobs_mode="raw")
     found = [each.logprob for each in scaled.prompt_logprobs[1:]]
     np.testing.assert_allclose(found, raw, atol=2e-5)
+
+
+def test_a_score_is_no_turn_of_a_session(engine: Engine) -> None:
+    """The history would be scored, too."""
+    session, short = {"id": engine.open_session()}, {"max_new_tokens": 4, "ignore_eos": True}
+    (turn,) = engine.generate([PROMPTS[0]], short, session_params=session)
+    with pytest.raises(InvalidRequestError) as error:
+        engine.score([[5, 6]], [[7, 8, 9]], session_params=session | {"rid": turn.rid})
+    assert error.value.param == "session_params"

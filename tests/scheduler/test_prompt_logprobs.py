@@ -3,7 +3,7 @@
 import pytest
 
 from sgl_jax.core.scheduler_args import SchedulerArgs
-from sgl_jax.scheduler.events import PlanStep
+from sgl_jax.scheduler.events import NewWeights, PlanStep, Resume
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.runnable import Runnable, choose_runnable
 from tests.scheduler.driver import Driver, generate, make_sizes
@@ -194,3 +194,29 @@ def test_an_admission_that_was_never_launched_dies_with_its_request() -> None:
     )
     for rid in driver.prompts:
         driver.check_tokens(rid)
+
+
+@pytest.mark.parametrize("keeps_running", [False, True])
+@pytest.mark.parametrize("num_steps", [3, 8])
+def test_new_weights_score_all_that_was_not_sent_again(num_steps: int, keeps_running: bool) -> None:
+    """After 8 steps only the last token of the prompt is left."""
+    driver = scored_driver()
+    prompt = list(range(41))
+    driver.submit(generate("sent", prompt[:4], 40, logprob_start_len=0))
+    driver.step()
+    driver.submit(generate("a", prompt, 4, logprob_start_len=0))
+    for _ in range(num_steps):
+        driver.step()
+    driver.pause("in_place")
+    for _ in range(2):
+        driver.step()
+    assert len(driver.prompt_logprobs["sent"]) == 4
+    num_before = len(driver.plans)
+    kept = driver.scheduler.handle(NewWeights(keeps_running))
+    assert kept == (["sent"] if keeps_running else [])
+    driver.scheduler.handle(Resume())
+    driver.run()
+    check_all(driver)
+    scored = [rank.num_scored for plan in driver.plans[num_before:] for rank in plan.ranks]
+    assert sum(int(each.sum()) for each in scored if each is not None) == len(prompt)
+    driver.check_replay()

@@ -104,6 +104,8 @@ async def test_an_output_is_scored_token_by_token(rig: Rig) -> None:
         ({"input_ids": []}, "input_ids"),
         ({"input_ids": [[5], [6]]}, "output_ids"),
         ({"input_ids": [[5]], "output_ids": [[6], [7]]}, "output_ids"),
+        ({"input_ids": [5], "output_ids": [[6], [7]]}, "output_ids"),
+        ({"input_ids": [5], "output_ids": [[]]}, "output_ids"),
         ({"output_ids": [10**6]}, "output_ids"),
         ({"top_p": 0.0}, "top_p"),
         ({"stream": True}, "stream"),

@@ -193,6 +193,8 @@ class RequestChecks:
             )
         for token in ids:
             check_between("token_ids_logprob", token, 0, self._facts.vocab_size - 1)
+        if request.scores_output and request.session is not None:
+            raise InvalidRequestError("a score is no turn of a session", "session_params")
         if request.return_hidden and not request.is_prompt_only:
             raise InvalidRequestError("return_hidden needs max_new_tokens 0", "return_hidden")
         # Positions include a turn's history, and only the engine has its length.

@@ -211,7 +211,8 @@ class Controls:
 
     def pause(self, message: messages.PauseGeneration) -> Reply:
         """Launch no more steps. Tokens of launched steps are still sent."""
-        was_paused = self._core.scheduler.is_paused
+        was_paused = self._core.scheduler.is_paused and not self.updates.ends_pause
+        self.updates.ends_pause = False
         self._core.steps.settle()
         self._core.scheduler.handle(Pause(message.mode))
         return self._generation_reply(message, was_paused)
@@ -226,6 +227,7 @@ class Controls:
 
     def _restore_pause(self, is_paused: bool) -> None:
         self._core.steps.settle()
+        self.updates.ends_pause = self.updates.is_blocking and not is_paused
         is_paused = is_paused or self.updates.is_blocking
         self._core.scheduler.handle(Pause("in_place") if is_paused else Resume())
         self._core.change_info(is_paused=is_paused)

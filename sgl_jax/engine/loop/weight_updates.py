@@ -48,7 +48,7 @@ class _Staging(NamedTuple):
 
     message: messages.UpdateWeightsFromTensor
     update: WeightUpdate
-    ended: Future[None]
+    ended: Future[set[str]]
 
 
 class WeightUpdates:
@@ -57,6 +57,7 @@ class WeightUpdates:
     Attributes:
         stagings: the messages whose tensors are taken on a thread, oldest first.
         is_blocking: weights or pools are missing: no step may run.
+        ends_pause: steps run again after that: generation was not paused before or meanwhile.
     """
 
     def __init__(self, core: UpdatedEngine) -> None:
@@ -67,7 +68,7 @@ class WeightUpdates:
         # One thread: tensors of an update are taken one message after another.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self.is_blocking = False
-        self._resumes = False  # steps after that
+        self.ends_pause = False
         self._has_no_pools = False
 
     def close(self) -> None:
@@ -113,46 +114,35 @@ class WeightUpdates:
             update = core.executor.weights.begin_update(is_chunked=is_chunked)
             self._update, self._version = update, message.weight_version
         if not is_chunked:
-            ended = self._pool.submit(_take, update, message.tensors)
+            ended = self._pool.submit(_take, update, message)
             self.stagings.append(_Staging(message, update, ended))
             return None
         self._block()
-        error = None
+        ended = Future[set[str]]()
         try:
             with core.watchdog.patience():
-                _take(update, message.tensors)
+                ended.set_result(_take(update, message))
         except Exception as raised:
-            error = raised
-        return self._taken(message, update, error)
+            ended.set_exception(raised)
+        return self._taken(_Staging(message, update, ended))
 
     def answer_ended(self) -> None:
         """Reply to the messages whose tensors were taken, and switch to weights that are complete.
         Called between two steps."""
         while self.stagings and self.stagings[0].ended.done():
-            message, update, ended = self.stagings.pop(0)
-            self._core.channel.send(self._taken(message, update, ended.exception()))
+            self._core.channel.send(self._taken(self.stagings.pop(0)))
 
-    def _taken(
-        self,
-        message: messages.UpdateWeightsFromTensor,
-        update: WeightUpdate,
-        error: BaseException | None,
-    ) -> Reply:
+    def _taken(self, staging: _Staging) -> Reply:
         """Reply to a message whose tensors were taken, perhaps after the switch."""
-        missing = set[str]()
+        message, update, ended = staging
+        error = ended.exception()
         if update is not self._update:
             error = CheckpointError("the update has ended: another began, or a tensor was refused")
-        elif error is None:
-            missing = update.missing
-            try:
-                if message.is_last:
-                    update.check_complete()
-            except CheckpointError as raised:
-                error = raised
         if error is not None:
             if update is self._update:
                 self._update = None
             return self._refused(message, error)
+        missing = ended.result()
         if missing or message.is_last is False:
             text = f"{len(missing)} tensors are missing"
             return answer(message, calls.WeightsUpdated(True, text, 0, len(missing)))
@@ -192,7 +182,7 @@ class WeightUpdates:
         self._block()
         self._give_up_kv()
         tags = set(message.tags or _TAGS)
-        if "weights" in tags and not core.executor.weights.is_mixed:
+        if "weights" in tags:
             core.executor.weights.release()
         if "kv_cache" in tags and not self._has_no_pools:
             self._has_no_pools = True
@@ -212,7 +202,7 @@ class WeightUpdates:
             return
         scheduler = self._core.scheduler
         self._core.steps.settle()
-        self.is_blocking, self._resumes = True, not scheduler.is_paused
+        self.is_blocking, self.ends_pause = True, not scheduler.is_paused
         scheduler.handle(Pause("in_place"))
         self._core.change_info(is_paused=True)
 
@@ -234,7 +224,8 @@ class WeightUpdates:
         if not self.is_blocking or not is_ready:
             return
         self.is_blocking = False
-        if self._resumes:
+        if self.ends_pause:
+            self.ends_pause = False
             self._core.scheduler.handle(Resume())
             self._core.change_info(is_paused=False)
 
@@ -246,5 +237,11 @@ class WeightUpdates:
         return kept
 
 
-def _take(update: WeightUpdate, tensors: Any) -> None:
+def _take(update: WeightUpdate, message: messages.UpdateWeightsFromTensor) -> set[str]:
+    """Take a message's tensors. Return the names that are then missing, before the thread takes the
+    next message. Raises CheckpointError."""
+    tensors = message.tensors
     update.add(read_safetensors(tensors) if isinstance(tensors, bytes) else tensors)
+    if message.is_last:
+        update.check_complete()
+    return update.missing

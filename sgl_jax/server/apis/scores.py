@@ -103,8 +103,11 @@ class ScoreTokensBody(WholeAnswerFields):
         """Return `scored_prompt` of each pair. Raises `InvalidRequestError`."""
         prompts: Any = self.input_ids if self.is_list else [self.input_ids]
         outputs: Any = self.output_ids if self.is_list else [self.output_ids]
-        if len(prompts) != len(outputs) or not all(isinstance(own, list) for own in outputs):
+        are_lists = all(isinstance(own, list) for own in outputs)
+        if not are_lists or len(prompts) != len(outputs):
             raise InvalidRequestError("output_ids must have a list for each prompt", "output_ids")
+        if any(isinstance(token, list) for own in outputs for token in own[:1]):
+            raise InvalidRequestError("output_ids must be one list, of one prompt", "output_ids")
         return [scored_prompt(*pair) for pair in zip(prompts, outputs, strict=True)]
 
     @property
