@@ -75,7 +75,7 @@ class EngineConfig(NamedTuple):
         if model.latent is not None and (args.kv_cache_scales or _stores_kv_scales(model)):
             raise ValueError("scales of an 8-bit KV cache are of heads, and latents have none")
         if args.enable_deterministic_inference:
-            _check_invariant(args)
+            _check_invariant(args, model)
         groups = model.cache_groups()
         paged = [group for group in groups if not group.is_recurrent]
         num_layers = {group.pool: len(group.layers) for group in paged}
@@ -368,8 +368,13 @@ def _resolve_for_model(args: ServerArgs, model: ModelConfig) -> ServerArgs:
     )
 
 
-def _check_invariant(args: ServerArgs) -> None:
-    """Raise ValueError for settings that `--enable-deterministic-inference` does not cover."""
+def _check_invariant(args: ServerArgs, model: ModelConfig) -> None:
+    """Raise ValueError for what `--enable-deterministic-inference` does not cover."""
+    if model.recurrence is not None:
+        raise ValueError(
+            "--enable-deterministic-inference needs a model without recurrent layers: their states "
+            "depend on how a prompt is cut"
+        )
     needed = {"attention_backend": "xla", "ep_size": 1, "hidden_sharding": "replicated"}
     for name, value in {**needed, "num_decode_steps": "1"}.items():
         if (given := getattr(args, name)) != value:

@@ -63,7 +63,6 @@ def invariant_kernels(platform: str) -> Kernels:
         attend=xla_attention.invariant_paged_attention,
         attend_latents=xla_latent_attention.invariant_latent_attention,
         multiply_groups=blocked_grouped_matmul,
-        gated_delta=xla_gated_delta.sequential_gated_delta,
     )
 
 

@@ -56,7 +56,10 @@ def test_what_the_schema_allows_never_breaks_the_server(
         *("--max-examples", str(max_examples), "--phases", phases, "--seed", "1"),
         # A trace writes to folders that the request names; and a server that was told to pause, to
         # release its memory, to await weights or to let nothing wait, does as it was told.
-        *("--exclude-path-regex", "profile|pause_generation|set_internal_state|occupation|from_tensor"),
+        *(
+            "--exclude-path-regex",
+            "profile|pause_generation|set_internal_state|occupation|from_tensor",
+        ),
         *("--request-timeout", "60"),
     ]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1800)

@@ -4,7 +4,6 @@ The cost depends on the tokens in use: loops over blocks of decode rows, and ove
 dynamic trip counts. States are carried through these loops, in place.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -12,7 +11,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, DeltaInputs, StateBatch
-from sgl_jax.kernels.row_blocks import row_wise
 
 DECODE_ROWS = 8  # rows computed at once
 
@@ -32,64 +30,18 @@ def _scaled(tokens: DeltaInputs, numbers: jax.Array, exists: jax.Array) -> Delta
 
 
 def _unit(x: jax.Array) -> jax.Array:
-    return x * lax.rsqrt(_sums(x, x) + 1e-6)
-
-
-def _sums(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Return the sums of a * b over the last axis of [..., heads, dim], row-wise by token."""
-
-    def sums(a: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.sum(a * b, axis=-1, keepdims=True)
-
-    by_token = [x.reshape(-1, *x.shape[-2:]) for x in (a, b)]
-    found: jax.Array = row_wise(sums, *by_token)
-    return found.reshape(*a.shape[:-1], 1)
+    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
 def gated_delta(
     tokens: DeltaInputs, states: jax.Array, layer: jax.Array, batch: StateBatch
 ) -> tuple[jax.Array, jax.Array]:
     """Implement `api.GatedDelta`; padding tokens' outputs are zeros."""
-    return _both(tokens, states, layer, batch, _next_chunk)
-
-
-def sequential_gated_delta(
-    tokens: DeltaInputs, states: jax.Array, layer: jax.Array, batch: StateBatch
-) -> tuple[jax.Array, jax.Array]:
-    """Implement `api.GatedDelta` token after token, also in chunks of prompts, so that the bits of
-    a result depend only on the tokens before it."""
-
-    def next_tokens(tokens: DeltaInputs, state: jax.Array) -> tuple[jax.Array, jax.Array]:
-        terms = _Terms.of(tokens)
-
-        def next_token(state: jax.Array, token: _Terms) -> tuple[jax.Array, jax.Array]:
-            rows = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_rows, *x.shape)), token)
-            out, after = _next_token(rows, jnp.broadcast_to(state, (num_rows, *state.shape)))
-            return after[0].astype(states.dtype).astype(jnp.float32), out[0]
-
-        state, out = lax.scan(next_token, state, terms)
-        return out, state
-
-    num_rows = min(DECODE_ROWS, batch.slots_in.shape[0])
-    return _both(tokens, states, layer, batch, next_tokens)
-
-
-# Maps a chunk's tokens and the state before it to outputs [n, value_heads, dim] and the state.
-_NextChunk = Callable[[DeltaInputs, jax.Array], tuple[jax.Array, jax.Array]]
-
-
-def _both(
-    tokens: DeltaInputs,
-    states: jax.Array,
-    layer: jax.Array,
-    batch: StateBatch,
-    next_chunk: _NextChunk,
-) -> tuple[jax.Array, jax.Array]:
     v = tokens.v
     # A partial chunk writes zeros after its last token; later chunks' tokens overwrite them.
     room = jnp.zeros((v.shape[0] + CHUNK_TOKENS, *v.shape[1:]), v.dtype)
     out, states = _decode(tokens, room, states, layer, batch)
-    out, states = _prefill(tokens, out, states, layer, batch, next_chunk)
+    out, states = _prefill(tokens, out, states, layer, batch)
     return out[: v.shape[0]], states
 
 
@@ -146,7 +98,7 @@ class _Terms(NamedTuple):
     def of(cls, tokens: DeltaInputs) -> "_Terms":
         q, k = (jnp.repeat(x, tokens.group, axis=-2) for x in (tokens.q, tokens.k))
         decay, beta = jnp.exp(tokens.log_decay)[..., None], tokens.beta[..., None]
-        return cls(q, k, tokens.v, decay, beta, _sums(k, q))
+        return cls(q, k, tokens.v, decay, beta, jnp.sum(k * q, axis=-1, keepdims=True))
 
 
 def _next_token(token: _Terms, state: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -168,12 +120,7 @@ def _write(states: jax.Array, layer: jax.Array, slots: jax.Array, new: jax.Array
 
 
 def _prefill(
-    tokens: DeltaInputs,
-    out: jax.Array,
-    states: jax.Array,
-    layer: jax.Array,
-    batch: StateBatch,
-    next_chunk: _NextChunk,
+    tokens: DeltaInputs, out: jax.Array, states: jax.Array, layer: jax.Array, batch: StateBatch
 ) -> tuple[jax.Array, jax.Array]:
     def chunk(
         c: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
@@ -184,7 +131,7 @@ def _prefill(
         source = batch.chunk_sources[c]
         stored = states[layer, jnp.maximum(source, 0)].astype(jnp.float32)
         state = jnp.where(source < 0, state, stored)
-        some, state = next_chunk(_scaled(tokens, numbers, numbers < end), state)
+        some, state = _next_chunk(_scaled(tokens, numbers, numbers < end), state)
         out = lax.dynamic_update_slice_in_dim(out, some.astype(out.dtype), first, axis=0)
         for slot in (batch.chunk_targets[c], batch.chunk_snapshots[c]):
             states = _write(states, layer, slot, state)
