@@ -40,8 +40,8 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 class Transposed(NamedTuple):
     """A matrix [..., out, in] of a checkpoint, held as `array` with its inputs first.
 
-    The first `num_inputs` axes of the array are inputs, the others outputs. With `expert`, these
-    are the axes of that entry of its first axis.
+    The first `num_inputs` axes of the array are inputs, and the remaining axes are outputs. With
+    `expert`, the matrix is that entry of the array's first axis.
     """
 
     array: Any

@@ -54,8 +54,8 @@ class _OneLayer(Derived):
 class ArrivingWeights:
     """The parameters that are left to make, and the tensors that have arrived for them.
 
-    The tensors of a draft layer are optional, unless its own are deleted: without any of them it
-    keeps its weights.
+    The tensors of a draft layer are optional, unless its arrays were deleted: without any of them
+    the layer keeps its weights.
     """
 
     def __init__(self, placed: PlacedModel, *, check_all: bool, needs_drafts: bool = False) -> None:

@@ -5,6 +5,7 @@ the same semantics.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -59,9 +60,10 @@ def kernels_from(calls: Mapping[str, Callable[..., Any]]) -> Kernels:
 def invariant_kernels(platform: str) -> Kernels:
     """Return XLA's kernels for "cpu", "gpu" or "tpu" with results that depend, to the bit, only on
     the tokens before a token in its request. See `kernels.row_blocks` for other layers."""
+    attend = xla_attention.attend_invariantly
     return kernels_of(platform, "xla")._replace(
-        attend=xla_attention.invariant_paged_attention,
-        attend_latents=xla_latent_attention.invariant_latent_attention,
+        attend=partial(xla_attention.ragged_paged_attention, attend=attend),
+        attend_latents=partial(xla_latent_attention.latent_attention, attend=attend),
         multiply_groups=blocked_grouped_matmul,
     )
 

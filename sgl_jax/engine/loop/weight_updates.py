@@ -72,7 +72,7 @@ class WeightUpdates:
         self._has_no_pools = False
 
     def close(self) -> None:
-        """Wait for the message at work, and drop the others."""
+        """Wait for the message that is being handled, and drop the messages after it."""
         self._pool.shutdown(cancel_futures=True)
 
     def from_disk(self, message: messages.UpdateWeightsFromDisk) -> Reply:

@@ -5,6 +5,7 @@ dynamic trip count. Softmax is online (arXiv 2205.14135): keys are read a block 
 partial results of blocks are merged.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import jax
@@ -95,6 +96,10 @@ class _Partial(NamedTuple):
     acc: jax.Array  # [..., kv_heads, queries, value_dim] values, weighted by exp(score - m)
 
 
+# `attend_cached`, or a function with the same arguments and results.
+AttendCached = Callable[[jax.Array, CachedLayer, AttentionBatch, ScoreOptions], jax.Array]
+
+
 def ragged_paged_attention(
     q: jax.Array,
     k: jax.Array,
@@ -103,24 +108,13 @@ def ragged_paged_attention(
     layer: jax.Array,
     batch: AttentionBatch,
     options: ScoreOptions,
+    *,
+    attend: AttendCached | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Implement `api.RaggedPagedAttention`."""
+    """Implement `api.RaggedPagedAttention`; `attend` is `attend_cached` by default."""
     kv_cache = write_slots(new_slots(k, v, kv_cache), kv_cache, layer, batch)
-    return attend_cached(q, _Heads(kv_cache, layer, q.shape[2]), batch, options), kv_cache
-
-
-def invariant_paged_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    kv_cache: jax.Array,
-    layer: jax.Array,
-    batch: AttentionBatch,
-    options: ScoreOptions,
-) -> tuple[jax.Array, jax.Array]:
-    """Implement `api.RaggedPagedAttention`; a query's bits depend only on its row's tokens."""
-    kv_cache = write_slots(new_slots(k, v, kv_cache), kv_cache, layer, batch)
-    return attend_invariantly(q, _Heads(kv_cache, layer, q.shape[2]), batch, options), kv_cache
+    attend = attend or attend_cached
+    return attend(q, _Heads(kv_cache, layer, q.shape[2]), batch, options), kv_cache
 
 
 def attend_invariantly(

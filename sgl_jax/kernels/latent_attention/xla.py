@@ -4,7 +4,6 @@ It is always absorbed: the loops of `attention.xla` read one KV head, with the c
 and the latents of the same rows as values.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -12,9 +11,8 @@ import jax
 from sgl_jax.kernels.attention.batch import AttentionBatch, ScoreOptions
 from sgl_jax.kernels.attention.cache_dtype import as_float32
 from sgl_jax.kernels.attention.xla import (
-    CachedLayer,
+    AttendCached,
     attend_cached,
-    attend_invariantly,
     write_slots,
 )
 from sgl_jax.kernels.latent_attention.latents import (
@@ -55,34 +53,10 @@ def latent_attention(
     layer: jax.Array,
     batch: AttentionBatch,
     scale: float,
+    *,
+    attend: AttendCached = attend_cached,
 ) -> tuple[jax.Array, jax.Array]:
     """Implement `interface.PagedLatentAttention`."""
-    return _attend(attend_cached, queries, latents, up, kv_cache, layer, batch, scale)
-
-
-def invariant_latent_attention(
-    queries: LatentQueries,
-    latents: jax.Array,
-    up: UpProjections,
-    kv_cache: jax.Array,
-    layer: jax.Array,
-    batch: AttentionBatch,
-    scale: float,
-) -> tuple[jax.Array, jax.Array]:
-    """Implement `interface.PagedLatentAttention`; see `attend_invariantly`."""
-    return _attend(attend_invariantly, queries, latents, up, kv_cache, layer, batch, scale)
-
-
-def _attend(
-    attend: Callable[[jax.Array, CachedLayer, AttentionBatch, ScoreOptions], jax.Array],
-    queries: LatentQueries,
-    latents: jax.Array,
-    up: UpProjections,
-    kv_cache: jax.Array,
-    layer: jax.Array,
-    batch: AttentionBatch,
-    scale: float,
-) -> tuple[jax.Array, jax.Array]:
     rows = cached_rows(latents, kv_cache.shape[4], kv_cache.dtype)
     kv_cache = write_slots(rows[:, None], kv_cache, layer, batch)
     q = absorbed_queries(queries, up, kv_cache.shape[4])
