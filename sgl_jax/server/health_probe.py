@@ -17,6 +17,9 @@ from sgl_jax.engine.front.frontend import Frontend
 from sgl_jax.engine.front.request_stream import RequestStream
 
 _INTERVAL_S = 0.1
+# For each client that probes, up to a second: receiving a request and sending its answer take about
+# 1 ms, so clients that probe without a pause use about 1/20 of the server's core.
+_CLIENT_INTERVAL_S = 0.02
 _INTERVAL_AFTER_ERROR_S = 5.0  # equals the interval of the engine's probe steps
 _OTHERS_TIME_S = 1.0  # wait for a token of other requests before sending a request
 _ONE_TOKEN = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
@@ -26,6 +29,7 @@ class HealthProbe:
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
         self._request: RequestStream | None = None  # the last probe, possibly in flight
+        self._num_waiting = 0
         self._sent_at = -_INTERVAL_S
 
     async def finds_token(self, timeout_s: float) -> bool:
@@ -33,6 +37,13 @@ class HealthProbe:
 
         Raises `EngineDeadError` or `ShuttingDownError` if no token will come.
         """
+        self._num_waiting += 1
+        try:
+            return await self._wait_for_token(timeout_s)
+        finally:
+            self._num_waiting -= 1
+
+    async def _wait_for_token(self, timeout_s: float) -> bool:
         before, began_at = self._frontend.num_tokens, time.monotonic()
         while self._frontend.num_tokens == before:
             self._frontend.check_alive()
@@ -41,7 +52,7 @@ class HealthProbe:
                 return False
             if not self._frontend.num_open or waited_s >= _OTHERS_TIME_S:
                 self._send()
-            await asyncio.sleep(_INTERVAL_S)
+            await asyncio.sleep(min(max(_INTERVAL_S, self._num_waiting * _CLIENT_INTERVAL_S), 1.0))
         return True
 
     def _send(self) -> None:

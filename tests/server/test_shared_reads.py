@@ -147,3 +147,12 @@ def test_bytes_are_written_once_and_what_they_cost_delays_the_next_call() -> Non
     cheap = Snapshot(Reply(rid="r", ok=True, data={}, cost_s=0.005))
     assert shared_reads._interval_s(cheap) == 0.5
     assert shared_reads._interval_s(None) == 0.1
+
+
+@pytest.mark.parametrize(("num_readers", "interval_s"), [(1, 0.1), (16, 0.32), (500, 1.0)])
+def test_the_next_call_is_20_ms_later_for_each_reader(num_readers: int, interval_s: float) -> None:
+    snapshot = Snapshot(Reply(rid="r", ok=True, data={}, cost_s=0.0))
+    for number in range(num_readers):
+        # An encoding of its own for each: written once, its time counts as well.
+        snapshot.write(number % 2, bytes)
+    assert shared_reads._interval_s(snapshot) == pytest.approx(interval_s, abs=0.02)
