@@ -15,6 +15,12 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 
+class WithReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A message that the engine answers with a `Reply` of the same `rid`, set by the frontend."""
+
+    rid: str = ""
+
+
 class Done(msgspec.Struct, frozen=True):
     """Success without further data."""
 

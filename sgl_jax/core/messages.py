@@ -1,8 +1,8 @@
 """Messages from the frontend (text, HTTP) to the engine process: `FrontMessage`.
 
 Every message is a msgspec struct, tagged with its class name and sent as msgpack, with a record of
-its handler, reply and route (`core/calls.py`). Messages to the frontend are in
-`engine_messages.py`.
+its handler, reply and route (`core/calls.py`). Messages on the model's weights are in
+`weight_messages.py`, those to the frontend in `engine_messages.py`.
 
 Annotations such as `Ge(0)` limit values from clients: the server checks them, the engine does not.
 """
@@ -14,13 +14,17 @@ from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen, doc
 
 from sgl_jax.core import calls
 from sgl_jax.core.calls import CALL_OF as CALL_OF
-from sgl_jax.core.calls import call
-from sgl_jax.core.request_limits import INT32, MAX_NAMESPACE_CHARS, MAX_SESSION_ID_CHARS
+from sgl_jax.core.calls import WithReply, call
+from sgl_jax.core.request_limits import (
+    INT32,
+    MAX_NAMESPACE_CHARS,
+    MAX_PATH_CHARS,
+    MAX_SESSION_ID_CHARS,
+)
 from sgl_jax.core.sampling_params import LogprobsMode, SamplingParams
+from sgl_jax.core.weight_messages import WeightMessage
 
 _MAX_TIMEOUT_S = 1e9
-_MAX_PATH_CHARS = 1024
-MAX_VERSION_CHARS = 256
 
 
 class Name(str):
@@ -34,8 +38,6 @@ NewSessionId = Annotated[SessionId, doc("default: a new one")]
 Namespace = Annotated[str, MaxLen(MAX_NAMESPACE_CHARS)]
 
 PauseMode = Literal["abort", "retract", "in_place"]
-UpdateMode = Literal["staged", "chunked"]
-MemoryTag = Literal["weights", "kv_cache"]
 
 
 class SessionTurn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -190,12 +192,6 @@ class StopRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     session: SessionTurn | None = None
 
 
-class WithReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A message that the engine answers with a `Reply` of the same `rid`, set by the frontend."""
-
-    rid: str = ""
-
-
 @call("cancel")
 class CancelCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Cancel the message with `call` as its `rid`: its sender no longer waits for the reply.
@@ -328,80 +324,6 @@ class ContinueGeneration(WithReply, frozen=True, kw_only=True, tag=True):
     """Run steps again after a pause; does nothing if generation is not paused."""
 
 
-@call(
-    "update_from_disk",
-    calls.WeightsUpdated,
-    "/update_weights_from_disk",
-    is_admin=True,
-    timeout_s=3600.0,
-)
-class UpdateWeightsFromDisk(WithReply, frozen=True, kw_only=True, tag=True):
-    """Load the weights of another folder of the same model. Running requests recompute their KV and
-    continue after the same tokens. If loading fails, the old weights stay."""
-
-    model_path: Annotated[
-        str, MinLen(1), MaxLen(_MAX_PATH_CHARS), doc("folder on the server's machine")
-    ]
-    keep_cache: Annotated[
-        bool,
-        doc(
-            "requests that decode keep their KV of the old weights, and their answers say so; no "
-            "other request uses it"
-        ),
-    ] = False
-    flush_cache: Annotated[
-        bool, doc("no effect: caches of the old weights are never used with the new")
-    ] = True
-    weight_version: Annotated[
-        Annotated[str, MaxLen(MAX_VERSION_CHARS)] | None,
-        doc("label of the new weights, in answers; default: `model_path`"),
-    ] = None
-    abort_all_requests: Annotated[bool, doc("end all requests first")] = False
-
-
-@call("update_from_tensors", calls.WeightsUpdated, is_admin=True, timeout_s=3600.0)
-class UpdateWeightsFromTensor(WithReply, frozen=True, kw_only=True, tag=True):
-    """Take tensors of new weights, which are served once all have arrived.
-
-    Args:
-        tensors: the bytes of a safetensors file; within one process, arrays by name.
-        weight_version: a label of the new weights. Tensors of another version than the last start a
-            new update.
-        mode: `staged`: the old weights serve until the new weights are complete; `chunked`: each
-            parameter replaces the old at once, and no step runs until all are replaced.
-        is_first: drop the tensors of an update that has not ended.
-        is_last: True refuses an incomplete update, False awaits more tensors even if it is
-            complete.
-        keep_cache, abort_all_requests: as in `UpdateWeightsFromDisk`.
-    """
-
-    tensors: Any
-    weight_version: str = ""
-    mode: UpdateMode = "staged"
-    is_first: bool = False
-    is_last: bool | None = None
-    keep_cache: bool = False
-    abort_all_requests: bool = False
-
-
-_Tags = Annotated[list[MemoryTag] | None, doc("`weights`, `kv_cache`; default: both")]
-
-
-@call("release_memory", calls.Done, "/release_memory_occupation", is_admin=True, timeout_s=120.0)
-class ReleaseMemory(WithReply, frozen=True, kw_only=True, tag=True):
-    """Delete the weights or the KV pools on the devices. Running requests wait, without memory."""
-
-    tags: _Tags = None
-
-
-@call("resume_memory", calls.Done, "/resume_memory_occupation", is_admin=True, timeout_s=120.0)
-class ResumeMemory(WithReply, frozen=True, kw_only=True, tag=True):
-    """Allocate the KV pools again, or await weights. Requests run once an update has brought
-    weights, unless generation was paused."""
-
-    tags: _Tags = None
-
-
 @call("set_settings", calls.SettingsChanged, "/set_internal_state", is_admin=True, is_undone=True)
 class SetInternalState(WithReply, frozen=True, kw_only=True, tag=True):
     """Change settings of the running server by flag name; other settings stay."""
@@ -426,7 +348,7 @@ class StartProfile(WithReply, frozen=True, kw_only=True, tag=True):
     ] = None
 
     output_dir: Annotated[
-        Annotated[str, MinLen(1), MaxLen(_MAX_PATH_CHARS)] | None,
+        Annotated[str, MinLen(1), MaxLen(MAX_PATH_CHARS)] | None,
         doc("default: a new temporary folder"),
     ] = None
 
@@ -465,10 +387,7 @@ CallMessage = (
     | SessionMessage
     | PauseGeneration
     | ContinueGeneration
-    | UpdateWeightsFromDisk
-    | UpdateWeightsFromTensor
-    | ReleaseMemory
-    | ResumeMemory
+    | WeightMessage
     | SetInternalState
     | StartProfile
     | StopProfile

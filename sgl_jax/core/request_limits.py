@@ -11,6 +11,7 @@ from sgl_jax.core.errors import InvalidRequestError
 MAX_RID_CHARS = 256
 MAX_NAMESPACE_CHARS = 256
 MAX_SESSION_ID_CHARS = 256
+MAX_PATH_CHARS = 1024
 MAX_USER_CHARS = 256
 MAX_OWNER_CHARS = 4096  # prefix that separates the sessions of different callers
 INT32 = 2**31  # bound of counts and offsets, exclusive

@@ -5,64 +5,45 @@ with Engine(model_path="models/demo") as engine:
 """
 
 import asyncio
-import logging
 import queue
 import sys
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 import msgspec
 from tqdm import tqdm
 
 from sgl_jax.checkpoint.gguf.folder import model_folder
-from sgl_jax.core.engine_messages import EngineMessage, Heartbeat, Reply
-from sgl_jax.core.errors import InvalidRequestError, QueueFullError
+from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import (
-    CallMessage,
     CloseSession,
     ContinueGeneration,
     FlushCache,
     ForkSession,
-    GenerateRequest,
     GetState,
     ListSessions,
-    MemoryTag,
     OpenSession,
     PauseGeneration,
     PauseMode,
-    ReleaseMemory,
-    ResumeMemory,
     RollbackSession,
-    Shutdown,
-    UpdateMode,
-    UpdateWeightsFromTensor,
 )
 from sgl_jax.core.request_limits import check_namespace, one_namespace
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.engine.channels import InProcessChannel
-from sgl_jax.engine.front.frontend import Frontend
-from sgl_jax.engine.front.health import EngineHealth
-from sgl_jax.engine.front.request_checks import output_scores, scored_prompt
-from sgl_jax.engine.front.request_stream import RequestStream
-from sgl_jax.engine.loop.core import EngineCore
-from sgl_jax.engine.offline_inputs import (
-    Prompt,
-    Sampling,
-    as_batch,
-    as_new_id,
-    as_options,
-    as_struct,
+from sgl_jax.core.weight_messages import (
+    MemoryTag,
+    ReleaseMemory,
+    ResumeMemory,
+    UpdateMode,
+    UpdateWeightsFromTensor,
 )
-from sgl_jax.engine.offline_results import Generation, GenerationError, extended
-from sgl_jax.engine.opening import open_model_files, open_tracer
+from sgl_jax.engine.engine_thread import EngineThread
+from sgl_jax.engine.front.request_checks import output_scores, scored_prompt
+from sgl_jax.engine.offline_inputs import Prompt, Sampling, as_batch, as_new_id, as_options
+from sgl_jax.engine.offline_results import Generation, extended
 from sgl_jax.engine.weight_trees import Weights, in_buckets
 from sgl_jax.executor.model_executor import ModelExecutor
 from sgl_jax.text.tokenizer import Tokenizer
-
-logger = logging.getLogger(__name__)
 
 # A server refuses requests that would wait too long; offline, the caller waits for all prompts.
 _NO_QUEUE_LIMIT = 10_000_000
@@ -82,33 +63,22 @@ class Engine:
         args = ServerArgs(model_path=model_folder(model_path), **settings)
         if args.num_hosts > 1:
             raise ValueError("an Engine in Python has one host; sgl-jax serve starts several")
-        self._open(args)
+        self._engine = EngineThread(args)
 
     @classmethod
     def on(cls, executor: ModelExecutor, args: ServerArgs) -> "Engine":
         """Return an engine on an executor that was made from `args`, and stays open afterwards."""
         engine = cls.__new__(cls)
-        engine._open(args, executor)
+        engine._engine = EngineThread(args, executor)
         return engine
-
-    def _open(self, args: ServerArgs, executor: ModelExecutor | None = None) -> None:
-        self._tracer = open_tracer(args)
-        tokenizer = open_model_files(args)
-        self._core = EngineCore(args, executor=executor)
-        self._channel = InProcessChannel(self._handle)
-        self._health = EngineHealth(args.engine_heartbeat_timeout)
-        send = self._channel.inbox.put
-        self._frontend = Frontend(args, tokenizer, self._core.info, send, self._tracer)
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
 
     @property
     def info(self) -> dict[str, Any]:
-        return self._core.info
+        return self._engine.core.info
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return self._frontend.tokenizer
+        return self._engine.frontend.tokenizer
 
     @overload
     def generate(
@@ -197,7 +167,7 @@ class Engine:
         progress: bool | None,
     ) -> list[Generation]:
         finished: queue.SimpleQueue[int] = queue.SimpleQueue()
-        streams = self._submit(batch, params, options, finished.put, streaming=False)
+        streams = self._engine.submit(batch, params, options, finished.put, streaming=False)
         results: dict[int, Generation] = {}
         if progress is None:
             progress = len(streams) >= _MANY_PROMPTS and sys.stderr.isatty()
@@ -211,7 +181,7 @@ class Engine:
                     results[index] = extended(None, chunk, streams[index])
                     bar.update()
         except BaseException:
-            self._abandon(streams)
+            self._engine.abandon(streams)
             raise
         return [results[i] for i in range(len(streams))]
 
@@ -224,7 +194,9 @@ class Engine:
         """
         ready: queue.SimpleQueue[int] = queue.SimpleQueue()
         each = as_options(options, 1)
-        (stream,) = self._submit([prompt], [sampling_params], each, ready.put, streaming=True)
+        (stream,) = self._engine.submit(
+            [prompt], [sampling_params], each, ready.put, streaming=True
+        )
         so_far = None
         try:
             while so_far is None or so_far.finish_reason is None:
@@ -234,7 +206,7 @@ class Engine:
                     so_far = extended(so_far, chunk, stream)
                     yield so_far
         finally:
-            self._frontend.abandon(stream)
+            self._engine.abandon([stream])
 
     async def async_generate(
         self, prompt: Prompt, sampling_params: Sampling = None, **options: Any
@@ -256,7 +228,7 @@ class Engine:
             loop.call_soon_threadsafe(ready.set)
 
         each = as_options(options, 1)
-        (stream,) = self._submit([prompt], [sampling_params], each, on_ready, streaming=True)
+        (stream,) = self._engine.submit([prompt], [sampling_params], each, on_ready, streaming=True)
         so_far = None
         try:
             while so_far is None or so_far.finish_reason is None:
@@ -267,7 +239,7 @@ class Engine:
                     so_far = extended(so_far, chunk, stream)
                     yield so_far
         finally:
-            self._frontend.abandon(stream)
+            self._engine.abandon([stream])
 
     def open_session(
         self,
@@ -306,19 +278,21 @@ class Engine:
             timeout_s=timeout,
             namespace=namespace,
         )
-        self._checked_call(question)
+        self._engine.checked_call(question)
         return name
 
     def close_session(self, session_id: str) -> None:
         """Close a session after a turn in flight has ended."""
-        self._checked_call(CloseSession(session_id=session_id))
+        self._engine.checked_call(CloseSession(session_id=session_id))
 
     def rollback_session(self, session_id: str, num_turns: int) -> dict[str, Any]:
         """Roll a streaming session back to the end of its first `num_turns` turns.
 
         Returns the session's new `num_turns` and `num_tokens`.
         """
-        return self._checked_call(RollbackSession(session_id=session_id, num_turns=num_turns))
+        return self._engine.checked_call(
+            RollbackSession(session_id=session_id, num_turns=num_turns)
+        )
 
     def fork_session(self, session_id: str, new_session_id: str | None = None) -> str:
         """Open a streaming session with the history of session `session_id`, and return its id.
@@ -328,12 +302,12 @@ class Engine:
         sessions are open.
         """
         name = as_new_id(new_session_id)
-        self._checked_call(ForkSession(session_id=session_id, new_session_id=name))
+        self._engine.checked_call(ForkSession(session_id=session_id, new_session_id=name))
         return name
 
     def list_sessions(self) -> list[dict[str, Any]]:
         """Return all open sessions, as dictionaries with the fields of `SessionEntry`."""
-        sessions: list[dict[str, Any]] = self._checked_call(ListSessions())["sessions"]
+        sessions: list[dict[str, Any]] = self._engine.checked_call(ListSessions())["sessions"]
         return sessions
 
     def check_health(self) -> float:
@@ -343,25 +317,25 @@ class Engine:
             EngineDeadError: the engine ended.
             EngineStuckError: it has been silent for longer than `engine_heartbeat_timeout`.
         """
-        self._frontend.check_alive()
-        self._health.check()
-        return self._health.turn_s or 0.0
+        self._engine.frontend.check_alive()
+        self._engine.health.check()
+        return self._engine.health.turn_s or 0.0
 
     def server_info(self) -> dict[str, Any]:
         """Return the memory view of each rank, and counters."""
-        return self._call(GetState()).data
+        return self._engine.call(GetState()).data
 
     def flush_cache(self) -> bool:
         """Empty the prefix caches. Return False while requests are running."""
-        return self._call(FlushCache()).ok
+        return self._engine.call(FlushCache()).ok
 
     def pause_generation(self, mode: PauseMode = "abort") -> None:
         """Run no step until `continue_generation`; `PauseGeneration` explains the modes."""
-        self._checked_call(PauseGeneration(mode=mode))
+        self._engine.checked_call(PauseGeneration(mode=mode))
 
     def continue_generation(self) -> None:
         """Run steps again after `pause_generation`."""
-        self._checked_call(ContinueGeneration())
+        self._engine.checked_call(ContinueGeneration())
 
     def update_weights(
         self,
@@ -399,95 +373,22 @@ class Engine:
                 keep_cache=keep_cache,
                 abort_all_requests=abort_all_requests,
             )
-            self._checked_call(message)
+            self._engine.checked_call(message)
 
     def release_memory_occupation(self, tags: Sequence[MemoryTag] | None = None) -> None:
         """Delete `weights` or `kv_cache` on the devices, or both. Requests wait."""
-        self._checked_call(ReleaseMemory(tags=list(tags) if tags else None))
+        self._engine.checked_call(ReleaseMemory(tags=list(tags) if tags else None))
 
     def resume_memory_occupation(self, tags: Sequence[MemoryTag] | None = None) -> None:
         """Allocate `kv_cache` again. Weights come with the next `update_weights`."""
-        self._checked_call(ResumeMemory(tags=list(tags) if tags else None))
+        self._engine.checked_call(ResumeMemory(tags=list(tags) if tags else None))
 
     def shutdown(self) -> None:
         """End the engine and free its memory. Requests in flight end with an abort."""
-        if not self._frontend.has_ended:
-            self._channel.inbox.put(Shutdown())
-        self._thread.join()
-        if self._tracer is not None:
-            self._tracer.close()
+        self._engine.shutdown()
 
     def __enter__(self) -> "Engine":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
-
-    # -- inside -----------------------------------------------------------------------------
-
-    def _handle(self, message: EngineMessage) -> None:
-        if isinstance(message, Heartbeat):
-            self._health.note(message)
-        else:
-            self._frontend.handle(message)
-
-    def _run(self) -> None:
-        reason = "the engine was shut down"
-        try:
-            self._core.run(
-                self._channel, on_stall=lambda: self._frontend.fail("a step never ended")
-            )
-        except Exception as error:  # reported to all requests that wait
-            logger.exception("the engine ended")
-            reason = f"the engine ended: {error}"
-        self._frontend.fail(reason)
-
-    def _submit(
-        self,
-        prompts: Sequence[Prompt],
-        params: Sequence[Sampling],
-        options: Sequence[Mapping[str, Any]],
-        on_ready: Callable[[int], None],
-        *,
-        streaming: bool,
-    ) -> list[RequestStream]:
-        """Check all prompts, then submit all. `on_ready` gets the index of a prompt."""
-        checks, requests = self._frontend.checks, list[GenerateRequest]()
-        for prompt, sampling, own in zip(prompts, params, options, strict=True):
-            ids = checks.encode(prompt) if isinstance(prompt, str) else list(prompt)
-            one = as_struct(sampling or {}, SamplingParams, "sampling_params")
-            own = {"usual_logprobs_mode": "scaled", **own}
-            requests.append(checks.prepare(ids, one, default_max_new_tokens=128, **own))
-        streams: list[RequestStream] = []
-        try:
-            for i, request in enumerate(requests):
-                ready, rest = partial(on_ready, i), len(requests) - i
-                stream = self._frontend.submit(
-                    request, ready, streaming=streaming, num_together=rest
-                )
-                streams.append(stream)
-        except QueueFullError as error:
-            self._abandon(streams)
-            raise GenerationError(str(error)) from error
-        return streams
-
-    def _abandon(self, streams: Sequence[RequestStream]) -> None:
-        for stream in streams:
-            self._frontend.abandon(stream)
-
-    def _call(self, message: CallMessage) -> Reply:
-        replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
-        self._frontend.call(message, replies.put)
-        reply = replies.get()
-        self._frontend.check_alive()
-        return reply
-
-    def _checked_call(self, message: CallMessage) -> dict[str, Any]:
-        """Return the data of the reply. Raises `InvalidRequestError` if the call was refused,
-        `GenerationError` if it failed."""
-        reply = self._call(message)
-        if reply.data.get("status_code") is not None:
-            raise GenerationError(reply.message)
-        if not reply.ok:
-            raise InvalidRequestError(reply.message, reply.data.get("param"))
-        return reply.data

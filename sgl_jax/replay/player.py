@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from sgl_jax.core.messages import AbortRequest, WithReply
+from sgl_jax.core.calls import WithReply
+from sgl_jax.core.messages import AbortRequest
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.scheduler.events import (
     Decision,

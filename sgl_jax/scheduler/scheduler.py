@@ -14,6 +14,7 @@ from itertools import chain, islice
 from math import inf
 from typing import Any, assert_never
 
+from sgl_jax.core.calls import WithReply
 from sgl_jax.core.compiled import compile_loops
 from sgl_jax.core.engine_messages import FinishReason
 from sgl_jax.core.engine_sizes import EngineSizes
@@ -22,7 +23,6 @@ from sgl_jax.core.messages import (
     GenerateRequest,
     PauseMode,
     StopRequest,
-    WithReply,
 )
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.shares import shared_chunk_tokens

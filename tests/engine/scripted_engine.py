@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from sgl_jax.core.calls import WithReply
 from sgl_jax.core.engine_messages import (
     EngineInfo,
     EngineMessage,
@@ -53,13 +54,11 @@ from sgl_jax.core.messages import (
     StopExpertRecord,
     StopProfile,
     StopRequest,
-    UpdateWeightsFromDisk,
-    UpdateWeightsFromTensor,
-    WithReply,
 )
 from sgl_jax.core.progress import Progress
 from sgl_jax.core.sampling_params import choice_seed
 from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.core.weight_messages import UpdateWeightsFromDisk, UpdateWeightsFromTensor
 from sgl_jax.engine.channels import Channel
 from sgl_jax.engine.process import run_engine
 from sgl_jax.engine.watchdog import Watchdog

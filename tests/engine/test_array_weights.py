@@ -17,12 +17,8 @@ from sgl_jax import Engine
 from sgl_jax.checkpoint.arriving import ArrivingWeights
 from sgl_jax.checkpoint.tensor_files import TensorFiles
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.messages import (
-    CancelCall,
-    PauseGeneration,
-    UpdateWeightsFromDisk,
-    UpdateWeightsFromTensor,
-)
+from sgl_jax.core.messages import CancelCall, PauseGeneration
+from sgl_jax.core.weight_messages import UpdateWeightsFromDisk, UpdateWeightsFromTensor
 from tests.support.long import long
 from tests.support.waiting import until
 
@@ -57,7 +53,7 @@ def started() -> Iterator[Engine]:
 
 @pytest.fixture
 def engine(started: Engine) -> Engine:
-    started._checked_call(UpdateWeightsFromDisk(model_path=str(GOLDEN)))
+    started._engine.checked_call(UpdateWeightsFromDisk(model_path=str(GOLDEN)))
     return started
 
 
@@ -67,7 +63,7 @@ def outputs(engine: Engine) -> list[list[int]]:
 
 
 def bits(engine: Engine) -> list[Any]:
-    return [np.array(array) for array in engine._core.executor.weights.arrays]
+    return [np.array(array) for array in engine._engine.core.executor.weights.arrays]
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +219,7 @@ def test_a_bad_last_tensor_leaves_the_old_weights_or_stops(
         with pytest.raises(InvalidRequestError, match="the weights are incomplete"):
             engine.continue_generation()
         engine.release_memory_occupation(["weights"])
-        assert all(array.is_deleted() for array in engine._core.executor.weights.arrays)
+        assert all(array.is_deleted() for array in engine._engine.core.executor.weights.arrays)
         engine.update_weights(old, version="good")
     assert outputs(engine) == of_old
 
@@ -247,7 +243,9 @@ def test_bodies_are_collected_until_nothing_is_missing(
     for half in (names[::2], names[1::2]):
         assert outputs(engine) == of_old
         body = save({name: new[name] for name in half})
-        reply = engine._checked_call(UpdateWeightsFromTensor(tensors=body, weight_version="3"))
+        reply = engine._engine.checked_call(
+            UpdateWeightsFromTensor(tensors=body, weight_version="3")
+        )
     assert reply == {
         "success": True,
         "message": "serving the weights '3'",
@@ -255,7 +253,7 @@ def test_bodies_are_collected_until_nothing_is_missing(
     }
     assert outputs(engine) == of_new[1]
     with pytest.raises(InvalidRequestError, match="not a safetensors file"):
-        engine._checked_call(UpdateWeightsFromTensor(tensors=b"\x80\x04."))
+        engine._engine.checked_call(UpdateWeightsFromTensor(tensors=b"\x80\x04."))
 
 
 def test_an_update_that_was_abandoned_is_dropped_by_the_next(
@@ -340,7 +338,7 @@ def test_messages_that_wait_for_the_thread_together_are_answered_in_turn(
         return usual(*args)
 
     usual, made, is_answered = ArrivingWeights.make, list[Any](), threading.Event()
-    stagings = engine._core._controls.updates.stagings
+    stagings = engine._engine.core._controls.updates.stagings
     first = {name: own for name, own in new.items() if "layers" not in name}
     last = {name: own for name, own in new.items() if "layers" in name}
     monkeypatch.setattr(ArrivingWeights, "make", make)
@@ -348,7 +346,7 @@ def test_messages_that_wait_for_the_thread_together_are_answered_in_turn(
         replies = []
         for own in (first, last):
             message = UpdateWeightsFromTensor(tensors=own, weight_version="3")
-            replies.append(pool.submit(engine._checked_call, message))
+            replies.append(pool.submit(engine._engine.checked_call, message))
             until(lambda: stagings, "the first waits")
         replies[0].add_done_callback(lambda _: is_answered.set())
         answers = [each.result(60) for each in replies]
@@ -370,9 +368,9 @@ def test_a_deleted_draft_layer_must_come_again() -> None:
         assert not engine.info["is_paused"]
         bad = UpdateWeightsFromTensor(tensors={"own": drafts["mtp.norm.weight"]}, mode="chunked")
         begin = UpdateWeightsFromTensor(tensors=drafts, mode="chunked", is_last=False)
-        engine._checked_call(begin)
+        engine._engine.checked_call(begin)
         with pytest.raises(InvalidRequestError, match="own is unexpected"):
-            engine._checked_call(bad)
+            engine._engine.checked_call(bad)
         with pytest.raises(InvalidRequestError, match="mtp"):
             engine.update_weights(model, version="2")
         assert engine.info["is_paused"]
@@ -384,10 +382,10 @@ def test_a_deleted_draft_layer_must_come_again() -> None:
 @pytest.mark.parametrize("is_cancelled", [False, True])
 def test_a_pause_while_memory_is_released_lasts(engine: Engine, is_cancelled: bool) -> None:
     engine.release_memory_occupation(["kv_cache"])
-    rid = engine._frontend.call(PauseGeneration(), lambda _: None)
+    rid = engine._engine.frontend.call(PauseGeneration(), lambda _: None)
     engine.resume_memory_occupation(["weights"])
     if is_cancelled:
-        engine._frontend._send(CancelCall(call=rid))
+        engine._engine.frontend._send(CancelCall(call=rid))
     engine.resume_memory_occupation()
     assert engine.info["is_paused"] != is_cancelled
     if not is_cancelled:
@@ -400,4 +398,4 @@ def test_an_engine_without_memory_ends_as_usual(caplog: pytest.LogCaptureFixture
     with Engine(model_path=str(GOLDEN), device="cpu", warmup="none", **sizes) as engine:
         engine.release_memory_occupation()
     assert "the engine ended" not in caplog.text
-    assert not hasattr(engine._core.executor, "weights")
+    assert not hasattr(engine._engine.core.executor, "weights")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sgl_jax.core.messages import UpdateWeightsFromDisk
+from sgl_jax.core.weight_messages import UpdateWeightsFromDisk
 from sgl_jax.engine.loop import controls, saved_cache
 from sgl_jax.engine.offline import Engine
 from sgl_jax.executor import model_executor, store_transfers
@@ -142,7 +142,7 @@ def test_new_weights_wait_for_no_put(store: HangingStore, settings: dict[str, An
 
         def update() -> bool:
             message = UpdateWeightsFromDisk(rid="u", model_path=MODEL, flush_cache=True)
-            return engine._call(message).ok
+            return engine._engine.call(message).ok
 
         assert while_it_hangs(engine, store, update)
         assert ask(engine, PROMPTS[1]) == before

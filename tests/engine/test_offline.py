@@ -192,7 +192,7 @@ def test_a_failed_step_ends_its_requests_and_the_engine_lives_on(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = engine.generate("Hello", GREEDY).output_ids
-    executor = engine._core.executor
+    executor = engine._engine.core.executor
     launch, calls = executor.launch, []
 
     def fail_third(plan: object) -> object:
@@ -244,19 +244,19 @@ def test_an_engine_in_this_process_has_a_heartbeat_too(
 ) -> None:
     engine.generate("Hello", GREEDY)
     deadline = time.monotonic() + 10
-    while engine._health.turn_s is None and time.monotonic() < deadline:
+    while engine._engine.health.turn_s is None and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert engine._health.turn_s is not None
+    assert engine._engine.health.turn_s is not None
     assert engine.check_health() < 10
-    monkeypatch.setattr(engine._health, "_timeout_s", -1.0)
+    monkeypatch.setattr(engine._engine.health, "_timeout_s", -1.0)
     with pytest.raises(EngineStuckError):
         engine.check_health()
 
 
 def test_after_the_engine_ended_requests_fail_at_once() -> None:
     engine = Engine(DEMO, device="cpu", context_length=64, warmup="none")
-    engine._channel.inbox.put(Shutdown())
-    engine._thread.join(timeout=60)
+    engine._engine._channel.inbox.put(Shutdown())
+    engine._engine._thread.join(timeout=60)
     with pytest.raises(EngineDeadError, match="shut down"):
         engine.check_health()
     with pytest.raises(EngineDeadError, match="shut down"):

@@ -400,8 +400,8 @@ def test_records_found_wrong_by_a_close_are_repaired_and_sessions_go_on(tmp_path
         doomed, survivor = engine.open_session(streaming=True), engine.open_session(streaming=True)
         for session_id in (doomed, survivor):
             turn(engine, session_id, [301, 302])
-        allocator = engine._core.scheduler.ranks[0].memory.allocator
-        lease = engine._core.scheduler.ranks[0].memory.sessions.idle_lease(doomed)
+        allocator = engine._engine.core.scheduler.ranks[0].memory.allocator
+        lease = engine._engine.core.scheduler.ranks[0].memory.sessions.idle_lease(doomed)
         assert lease is not None
         # As no code may: the lease still has them.
         allocator.free(lease.pages(16)[0], owner=lease.row)

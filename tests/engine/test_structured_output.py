@@ -120,7 +120,7 @@ def test_log_probabilities_are_those_of_the_model(engine: Engine) -> None:
 def test_a_grammar_is_compiled_once_and_nothing_waits_for_it_but_its_request(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    grammars = engine._core._grammars.queue
+    grammars = engine._engine.core._grammars.queue
     compile_now, may_compile = grammars._compile, threading.Event()
     compiled: list[Grammar] = []
 

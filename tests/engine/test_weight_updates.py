@@ -18,10 +18,10 @@ from sgl_jax.core.messages import (
     OpenSession,
     PauseGeneration,
     SessionTurn,
-    UpdateWeightsFromDisk,
 )
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.core.weight_messages import UpdateWeightsFromDisk
 from sgl_jax.engine.loop.core import EngineCore
 from sgl_jax.scheduler.events import Resume
 from tests.engine.scripted_channel import ScriptedChannel

@@ -19,6 +19,12 @@ from sgl_jax.core import calls, messages
 from sgl_jax.core.engine_messages import Reply
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.core.weight_messages import (
+    ReleaseMemory,
+    ResumeMemory,
+    UpdateWeightsFromDisk,
+    UpdateWeightsFromTensor,
+)
 from sgl_jax.engine.channels import Channel
 from sgl_jax.engine.loop.replies import answer, refusal
 from sgl_jax.engine.loop.saved_cache import CacheSaver
@@ -243,16 +249,16 @@ class Controls:
         )
         return answer(message, now)
 
-    def update_from_disk(self, message: messages.UpdateWeightsFromDisk) -> Reply:
+    def update_from_disk(self, message: UpdateWeightsFromDisk) -> Reply:
         return self.updates.from_disk(message)
 
-    def update_from_tensors(self, message: messages.UpdateWeightsFromTensor) -> Reply | None:
+    def update_from_tensors(self, message: UpdateWeightsFromTensor) -> Reply | None:
         return self.updates.from_tensors(message)
 
-    def release_memory(self, message: messages.ReleaseMemory) -> Reply:
+    def release_memory(self, message: ReleaseMemory) -> Reply:
         return self.updates.release(message)
 
-    def resume_memory(self, message: messages.ResumeMemory) -> Reply:
+    def resume_memory(self, message: ResumeMemory) -> Reply:
         return self.updates.resume(message)
 
     def set_settings(self, message: messages.SetInternalState) -> Reply:

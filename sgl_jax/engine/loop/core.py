@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from sgl_jax.core.calls import WithReply
 from sgl_jax.core.engine_messages import EndRequested, EngineInfo, OutputBatch
 from sgl_jax.core.messages import (
     CALL_OF,
@@ -20,7 +21,6 @@ from sgl_jax.core.messages import (
     GenerateRequest,
     Shutdown,
     StopRequest,
-    WithReply,
 )
 from sgl_jax.core.progress import Progress
 from sgl_jax.core.server_args import ServerArgs

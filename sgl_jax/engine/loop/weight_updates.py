@@ -10,9 +10,17 @@ from typing import Any, NamedTuple, Protocol
 
 from sgl_jax.checkpoint.array_tensors import read_safetensors
 from sgl_jax.checkpoint.errors import CheckpointError
-from sgl_jax.core import calls, messages
+from sgl_jax.core import calls
 from sgl_jax.core.engine_messages import Reply, WeightsChanged
+from sgl_jax.core.messages import AbortRequest
 from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.core.weight_messages import (
+    MemoryTag,
+    ReleaseMemory,
+    ResumeMemory,
+    UpdateWeightsFromDisk,
+    UpdateWeightsFromTensor,
+)
 from sgl_jax.engine.channels import Channel
 from sgl_jax.engine.loop.replies import answer, refusal
 from sgl_jax.engine.loop.step_pipeline import StepPipeline
@@ -23,9 +31,9 @@ from sgl_jax.models.config_fields import ModelConfigError
 from sgl_jax.scheduler.events import NewWeights, Pause, Resume, TakeOutputs
 from sgl_jax.scheduler.scheduler import Scheduler
 
-_UpdateMessage = messages.UpdateWeightsFromDisk | messages.UpdateWeightsFromTensor
+_UpdateMessage = UpdateWeightsFromDisk | UpdateWeightsFromTensor
 
-_TAGS: tuple[messages.MemoryTag, ...] = ("weights", "kv_cache")
+_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache")
 
 
 class UpdatedEngine(Protocol):
@@ -46,7 +54,7 @@ class UpdatedEngine(Protocol):
 class _Staging(NamedTuple):
     """A message whose tensors are being taken on the thread."""
 
-    message: messages.UpdateWeightsFromTensor
+    message: UpdateWeightsFromTensor
     update: WeightUpdate
     ended: Future[set[str]]
 
@@ -75,7 +83,7 @@ class WeightUpdates:
         """Wait for the message that is being handled, and drop the messages after it."""
         self._pool.shutdown(cancel_futures=True)
 
-    def from_disk(self, message: messages.UpdateWeightsFromDisk) -> Reply:
+    def from_disk(self, message: UpdateWeightsFromDisk) -> Reply:
         """Load other weights between two steps. Requests continue, even if loading fails."""
         path, core = message.model_path, self._core
         try:
@@ -96,7 +104,7 @@ class WeightUpdates:
         self._after_change(message, version, model_path=path)
         return self._updated(message, f"the weights in {path!r}", num_running)
 
-    def from_tensors(self, message: messages.UpdateWeightsFromTensor) -> Reply | None:
+    def from_tensors(self, message: UpdateWeightsFromTensor) -> Reply | None:
         """Take tensors. In mode staged a thread takes them while steps run, and the reply comes
         later."""
         core = self._core
@@ -160,7 +168,7 @@ class WeightUpdates:
         if scheduler.has_outputs:
             self._core.channel.send(scheduler.handle(TakeOutputs()))
 
-    def _refused(self, message: messages.UpdateWeightsFromTensor, error: BaseException) -> Reply:
+    def _refused(self, message: UpdateWeightsFromTensor, error: BaseException) -> Reply:
         text = str(error)
         if "RESOURCE_EXHAUSTED" in text:
             text = f"the devices have no room for a second set of weights; use chunked: {text}"
@@ -173,7 +181,7 @@ class WeightUpdates:
         num_running = 0 if message.abort_all_requests else num_running
         return answer(message, calls.WeightsUpdated(True, f"serving {what}", num_running))
 
-    def release(self, message: messages.ReleaseMemory) -> Reply:
+    def release(self, message: ReleaseMemory) -> Reply:
         """Delete weights or pools; no step runs until both are there again."""
         core = self._core
         if core.args.num_hosts > 1:
@@ -189,7 +197,7 @@ class WeightUpdates:
             core.executor.release_pools()
         return answer(message, calls.Done())
 
-    def resume(self, message: messages.ResumeMemory) -> Reply:
+    def resume(self, message: ResumeMemory) -> Reply:
         if "kv_cache" in (message.tags or _TAGS) and self._has_no_pools:
             self._core.executor.reset()
             self._has_no_pools = False
@@ -210,7 +218,7 @@ class WeightUpdates:
         """End, retract or mark the requests of the old weights, and continue with the new."""
         core = self._core
         if message.abort_all_requests:
-            ended = messages.AbortRequest(abort_all=True, message="the weights were updated")
+            ended = AbortRequest(abort_all=True, message="the weights were updated")
             core.scheduler.handle(ended)
         kept = self._give_up_kv(keeps_running=message.keep_cache)
         core.executor.renew_store_keys(keeps_kv=bool(kept))
@@ -237,7 +245,7 @@ class WeightUpdates:
         return kept
 
 
-def _take(update: WeightUpdate, message: messages.UpdateWeightsFromTensor) -> set[str]:
+def _take(update: WeightUpdate, message: UpdateWeightsFromTensor) -> set[str]:
     """Take a message's tensors. Return the names that are then missing, before the thread takes the
     next message. Raises CheckpointError."""
     tensors = message.tensors

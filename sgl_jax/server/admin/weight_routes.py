@@ -5,7 +5,8 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request, Response
 
 from sgl_jax.core.calls import WeightsUpdated
-from sgl_jax.core.messages import CALL_OF, MAX_VERSION_CHARS, UpdateMode, UpdateWeightsFromTensor
+from sgl_jax.core.messages import CALL_OF
+from sgl_jax.core.weight_messages import MAX_VERSION_CHARS, UpdateMode, UpdateWeightsFromTensor
 from sgl_jax.server.admin.openapi import answers
 from sgl_jax.server.answer_stream import json_response
 from sgl_jax.server.engine_calls import call_engine, refused

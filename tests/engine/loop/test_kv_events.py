@@ -461,7 +461,7 @@ def test_an_engine_publishes_its_blocks_and_the_time_of_starts(tmp_path: Path) -
         engine.flush_cache()
         while subscriber.blocks:
             subscriber.read(subscriber.next_number + 1)
-        lines = engine._frontend.metrics.exposition().decode().splitlines()
+        lines = engine._engine.frontend.metrics.exposition().decode().splitlines()
         (count,) = [each for each in lines if each.startswith("sglang:queue_time_seconds_count")]
         assert count.split()[-1] == "2.0"
         (total,) = [each for each in lines if each.startswith("sglang:queue_time_seconds_sum")]

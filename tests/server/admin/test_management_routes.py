@@ -16,14 +16,9 @@ from sgl_jax.core.engine_messages import (
     OutputBatch,
     RequestOutput,
 )
-from sgl_jax.core.messages import (
-    GenerateRequest,
-    PauseGeneration,
-    StartProfile,
-    UpdateWeightsFromDisk,
-    UpdateWeightsFromTensor,
-)
+from sgl_jax.core.messages import GenerateRequest, PauseGeneration, StartProfile
 from sgl_jax.core.progress import PhaseReport
+from sgl_jax.core.weight_messages import UpdateWeightsFromDisk, UpdateWeightsFromTensor
 from sgl_jax.engine.front.health import EngineHealth
 from sgl_jax.server import engine_calls, health_probe
 from sgl_jax.server.admin import management
