@@ -7,10 +7,12 @@ import pytest
 from tests.hostile.neighbor_attacks import ATTACKS
 from tests.hostile.victim import attacked_server, measure
 from tests.live.live_server import LiveServer
+from tests.support.machine_load import measure_others
 
 LARGEST_RATIO = 3.0
 LARGEST_GROWTH = 0.05
 NUM_TRIES = 3
+MOST_OTHER_CORES = 0.3  # above, gaps show how the machine is shared
 SECONDS = 8.0
 
 
@@ -27,9 +29,15 @@ def test_an_attack_with_one_key_does_not_stop_the_stream_of_another(
     server: LiveServer, name: str
 ) -> None:
     measure(server, name, 2.0)  # what the first attack of a kind allocates is used again
-    for _ in range(NUM_TRIES):  # another process may hold a shared machine's cores
-        measured = measure(server, name, SECONDS)
+    growths, other_cores = [], []
+    for _ in range(NUM_TRIES):
+        with measure_others() as others:
+            measured = measure(server, name, SECONDS)
         print(measured)
         if measured.ratio <= LARGEST_RATIO and measured.memory_growth <= LARGEST_GROWTH:
             return
+        growths.append(measured.memory_growth)
+        other_cores.append(others.num_cores)
+    if min(growths) <= LARGEST_GROWTH and min(other_cores) > MOST_OTHER_CORES:
+        pytest.skip(f"{min(other_cores):.1f} cores or more were in use by other processes")
     pytest.fail(str(measured))
