@@ -43,7 +43,8 @@ CASES = {
     "host's memory, dp x tp": Case("llama", 2, 2, 2, (*RETRACTS, *HOST_MEMORY)),
     "experts of all chips": Case(
         *("qwen3_moe", 2, 2, 1),
-        (*RETRACTS, "--ep-size", "2", "--expert-distribution-recorder-mode", "stat"),
+        # No retracts: experts of tokens that are computed again count twice.
+        ("--ep-size", "2", "--expert-distribution-recorder-mode", "stat"),
         has_experts=True,
     ),
 }
@@ -57,7 +58,7 @@ def test_every_mesh_over_hosts_answers_as_one_host(name: str, tmp_path: Path) ->
     one, several = (answers_of(case, num, tmp_path, other) for num in (1, case.num_hosts))
     assert_equal(several, one)
     assert several["kept"] != several["updated"]
-    assert several["retracts"]
+    assert several["retracts"] == ("--test-retract" in case.flags)
 
 
 def answers_of(case: Case, num_hosts: int, folder: Path, other: Path) -> Any:
