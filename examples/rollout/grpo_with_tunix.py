@@ -1,6 +1,6 @@
 """Train the demonstration model with GRPO: tunix trains, and an `Engine` generates the samples.
 
-It needs the extra `tunix`. The rotary base of tunix's Qwen3 is 1,000,000, and the demonstration model
+It needs the extra `tunix`. The rotary base of tunix's Qwen3 is 1,000,000; the demonstration model
 was trained with 10,000, so the policy begins with mostly wrong answers. The script prints the mean
 reward of each step, and draws the rewards if a file is named:
 
