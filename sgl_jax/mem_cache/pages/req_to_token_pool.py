@@ -103,8 +103,8 @@ class RowTables:
 
     def list_pages(self, row: int, first: int, pages: Int32Array) -> None:
         """List `pages` int32[groups, n] in `row` from column `first` on."""
-        for group, listed in enumerate(pages):
-            self.list_pages_of(row, group, first, listed)
+        for group in range(self.num_groups):
+            self.list_pages_of(row, group, first, pages[group])
 
     def list_pages_of(self, row: int, group: int, first: int, pages: Int32Array) -> None:
         end = first + len(pages)

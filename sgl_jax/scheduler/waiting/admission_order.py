@@ -154,8 +154,7 @@ class AdmissionOrder:
 
         most = _FIRST_PART
         while find(rest, 0)[0] < len(rest):
-            first, rest = _split_lines(rest, keys, most)
-            order = first[keys[first].argsort(kind="stable")]  # the same on every host
+            order, rest = _sorted_part(rest, keys, most)
             most *= _GROWTH
             index = 0
             while True:
@@ -273,13 +272,19 @@ class AdmissionOrder:
         return keys
 
 
+def _sorted_part(lines: IntpArray, keys: Int64Array, most: int) -> tuple[IntpArray, IntpArray]:
+    """Return about `most` of the lines with the lowest keys, sorted, and the rest. Lines with equal
+    keys stay together, in the same order on every host."""
+    first, rest = _split_lines(lines, keys, most)
+    return first[keys[first].argsort(kind="stable")], rest
+
+
 @compiled("(int64[::1], int64[::1], int64)")
 def _split_lines(lines: IntpArray, keys: Int64Array, most: int) -> tuple[IntpArray, IntpArray]:
-    """Return about `most` of the lines with the lowest keys, or all if they are not more, and the
-    rest. Lines with equal keys stay together."""
+    """Return the lines of `_sorted_part`, in their order, and the rest."""
     # A bound from a sample of the keys takes less time than the exact one.
     lowest = np.full(_NUM_SAMPLED + 1, np.iinfo(np.int64).max)
-    for i in range(0, len(lines) if len(lines) > most else 0, most // _NUM_SAMPLED):
+    for i in range(0, len(lines) if len(lines) > most else 0, max(most // _NUM_SAMPLED, 1)):
         assert 0 <= lines[i] < len(keys)
         key = keys[lines[i]]
         for j in range(len(lowest)):

@@ -17,7 +17,7 @@ _ARRIVAL_BITS, _TURN_BITS, _CACHED_BITS, _LEVEL_BITS = 20, 12, 17, 12
 MOST_ARRIVALS, MOST_TURNS, MOST_CACHED, MOST_LEVELS = (
     (1 << bits) - 1 for bits in (_ARRIVAL_BITS, _TURN_BITS, _CACHED_BITS, _LEVEL_BITS)
 )
-_LAST = np.iinfo(np.int64).max  # no order key
+LAST = np.iinfo(np.int64).max  # no order key
 # Indices in `COUNTED_KINDS`.
 _TENANT, _PREFIX, _FETCH, _STORE, _RANK, _SET, _STEP, _ORDER, _PAGES, _ROWS = range(10)
 # Degrees of reuse: pages that other requests would read, per page that a request computes.
@@ -263,16 +263,16 @@ def order_keys(
         is_starved: bool[end].
     """
     num_ranks, end = least.shape
-    keys, tried, num_tried = np.full(end, _LAST, np.int64), np.empty(end, np.int64), 0
+    keys, tried, num_tried = np.full(end, LAST, np.int64), np.empty(end, np.int64), 0
     assert end == len(level) == len(turn) == len(is_starved) <= len(lines.arrival)
-    first_arrival = _LAST
+    first_arrival = LAST
     for k in range(num_ranks):
         for line in range(end):
             if least[k, line] < _NEVER:
                 keys[line] = 0
                 first_arrival = min(first_arrival, lines.arrival[line])
     for line in range(end):
-        if keys[line] == _LAST:
+        if keys[line] == LAST:
             continue
         tried[num_tried] = line
         num_tried += 1
