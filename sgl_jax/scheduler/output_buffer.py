@@ -1,10 +1,13 @@
 """Collects the outputs of requests until the next take.
 
 Most rows gain one plain token in most steps, and successive steps often have the same rows. So the
-request ids of the rows are listed again only if the rows, or their requests, have changed.
+request ids of a rank's rows are listed again only if the rows, or their requests, have changed.
 """
 
+from itertools import pairwise
 from typing import NamedTuple
+
+import numpy as np
 
 from sgl_jax.core.engine_messages import OutputBatch, RequestOutput
 from sgl_jax.core.step_plan import Int32Array, RowIndex
@@ -19,6 +22,9 @@ class _ListedRows(NamedTuple):
     rids: list[str]
 
 
+_NONE_LISTED = _ListedRows(b"", b"", [])
+
+
 class OutputBuffer:
     """The outputs of one or more steps, until `take`."""
 
@@ -26,16 +32,32 @@ class OutputBuffer:
         self.outputs: list[RequestOutput] = []
         self.rids: list[str] = []
         self._tokens: list[bytes] = []
-        self._listed = _ListedRows(b"", b"", [])
+        self._listed = _NONE_LISTED
+        self._parts: dict[int, _ListedRows] = {}  # by rank
 
     def add_plain(self, ranks: Ranks, rows: RowIndex, tokens: Int32Array) -> None:
         """Add one of `tokens` and nothing else to each of the joint `rows`."""
         wanted = rows.tobytes(), ranks.tables.epoch[rows].tobytes()
         if self._listed[:2] != wanted:
-            self._listed = _ListedRows(*wanted, ranks.running.rids[rows].tolist())
+            self._listed = _ListedRows(*wanted, self._list(ranks, rows, *wanted))
         # The list is never changed: most batches share it.
         self.rids = [*self.rids, *self._listed.rids] if self.rids else self._listed.rids
         self._tokens.append(tokens.astype("<i4", copy=False).tobytes())
+
+    def _list(self, ranks: Ranks, rows: RowIndex, raw_rows: bytes, raw_epochs: bytes) -> list[str]:
+        """List the request ids of joint `rows`, rank by rank; the rest are the bytes of rows and
+        epochs."""
+        rids: list[str] = []
+        firsts = np.arange(1, len(ranks.ranks)) * ranks.num_rows
+        bounds = [0, *rows.searchsorted(firsts).tolist(), len(rows)]
+        for k, (first, end) in enumerate(pairwise(bounds)):
+            wanted = raw_rows[8 * first : 8 * end], raw_epochs[4 * first : 4 * end]
+            part = self._parts.get(k, _NONE_LISTED)
+            if part[:2] != wanted:
+                part = _ListedRows(*wanted, ranks.running.rids[rows[first:end]].tolist())
+                self._parts[k] = part
+            rids += part.rids
+        return rids
 
     def clear_to(self, outputs: list[RequestOutput]) -> None:
         """Replace all collected outputs by `outputs`."""

@@ -39,12 +39,11 @@ def choose_runnable(ranks: Ranks) -> list[Runnable]:
         free_passed_window_pages(tables, ranks.memories, rows, lens)
         if ranks.has_states:
             keep_up_with_rows(ranks, rows, lens)
-    decoding, decode_bounds, prefilling, prefill_bounds = _find_needs(
+    decoding, own_decoding, decode_bounds, prefilling, prefill_bounds = _find_needs(
         rows, bounds, running.records, tables.kv_committed_len
     )
     fits = grow_rows(tables, ranks.memories, decoding["row"], decoding["end"], decode_bounds)
-    # A copy, since compiled loops take contiguous rows.
-    own_decoding, own_prefilling = decoding["own_row"].copy(), prefilling["own_row"].tolist()
+    own_prefilling = prefilling["own_row"].tolist()
     wanted, unscored = prefilling["num_wanted"].tolist(), prefilling["num_unscored"].tolist()
     needs = list(zip(wanted, unscored, running.priority[prefilling["row"]].tolist(), strict=True))
     return [
@@ -75,17 +74,19 @@ _NEED = np.dtype(
 @compiled("(int64[::1], int64[::1], row[::1], int32[::1])", row=ROW)
 def _find_needs(
     rows: RowIndex, bounds: IntpArray, records: Records, committed_len: Int32Array
-) -> tuple[Records, IntpArray, Records, IntpArray]:
+) -> tuple[Records, RowIndex, IntpArray, Records, IntpArray]:
     """Select the rows that need tokens: decode rows, which need one without a score, and prefill
     rows.
 
-    Returns `_NEED` records of both, each with the bounds of the ranks' parts. `rows` are joint;
-    rank k's are in [bounds[k], bounds[k + 1]). `records` ROW and `committed_len` are of all joint
-    rows. A row needs no token if its last permitted token was, or may have been, sampled.
+    Returns `_NEED` records of both, each with the bounds of the ranks' parts, and the `own_row` of
+    the first apart, since compiled loops take contiguous rows. `rows` are joint; rank k's are in
+    [bounds[k], bounds[k + 1]). `records` ROW and `committed_len` are of all joint rows. A row needs
+    no token if its last permitted token was, or may have been, sampled.
     """
     num_ranks = len(bounds) - 1
     rows_per_rank = len(records) // num_ranks
     decoding, prefilling = np.empty(len(rows), _NEED), np.empty(len(rows), _NEED)
+    own_decoding = np.empty(len(rows), np.int64)
     decode_bounds, prefill_bounds = np.zeros_like(bounds), np.zeros_like(bounds)
     num_decoding = num_prefilling = 0
     assert bounds[num_ranks] == len(rows)
@@ -100,6 +101,7 @@ def _find_needs(
             num_unscored = max(row.score_start - committed, 0)
             if num_wanted == 1 and num_unscored > 0:
                 need = decoding[num_decoding]
+                own_decoding[num_decoding] = rows[i] - rank * rows_per_rank
                 num_decoding += 1
             else:
                 need = prefilling[num_prefilling]
@@ -108,7 +110,13 @@ def _find_needs(
             need.end = committed + row.unread_drafts + 1
             need.num_wanted, need.num_unscored = num_wanted, num_unscored
         decode_bounds[rank + 1], prefill_bounds[rank + 1] = num_decoding, num_prefilling
-    return decoding[:num_decoding], decode_bounds, prefilling[:num_prefilling], prefill_bounds
+    return (
+        decoding[:num_decoding],
+        own_decoding[:num_decoding],
+        decode_bounds,
+        prefilling[:num_prefilling],
+        prefill_bounds,
+    )
 
 
 def decode_ends(tables: RowTables, running: RowColumns, rows: RowIndex) -> Int32Array:

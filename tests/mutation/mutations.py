@@ -605,14 +605,15 @@ MUTATIONS = (
     Mutation(
         "let the executor go on with the pages of a row that was given back",
         _ROWS,
-        "        self.page_log.note(listed)\n",
-        "",
+        "        self.page_log.note(_unlist(self.pages[row, group], first, end, start))\n",
+        "        _unlist(self.pages[row, group], first, end, start)\n",
     ),
     Mutation(
         "tell the executor of a rank's pages as if they were the first rank's",
         _ROWS,
-        "        start = ((self.first_row + row) * self.num_groups + group)",
-        "        start = (row * self.num_groups + group)",
+        "        self.page_log.note(np.arange(start + first, start + end))\n",
+        "        start -= self.first_row * self.num_groups * self.pages_per_row\n"
+        "        self.page_log.note(np.arange(start + first, start + end))\n",
     ),
     Mutation(
         "give a row back with its old lengths",
@@ -2112,20 +2113,20 @@ MUTATIONS = (
     Mutation(
         "try the first requests twice",
         _ADMISSION_ORDER,
-        "lines, rest, own = lines[is_first], lines[~is_first], own[is_first]",
-        "lines, rest, own = lines[is_first], lines, own[is_first]",
+        "return first[:num_first], rest[: len(lines) - num_first]",
+        "return first[:num_first], lines[: len(lines) - num_first]",
     ),
     Mutation(
         "leave out requests behind the first ones",
         _ADMISSION_ORDER,
-        'return lines[own.argsort(kind="stable")], rest',
-        'return lines[own.argsort(kind="stable")][:most], rest',
+        'return first[keys[first].argsort(kind="stable")], rest',
+        'return first[keys[first].argsort(kind="stable")][:most], rest',
     ),
     Mutation(
         "try the first requests by their lines",
         _ADMISSION_ORDER,
-        'return lines[own.argsort(kind="stable")], rest',
-        "return lines, rest",
+        'return first[keys[first].argsort(kind="stable")], rest',
+        "return first, rest",
     ),
     Mutation(
         "learn of no prefix that is cached later",
@@ -3975,8 +3976,8 @@ MUTATIONS = (
     Mutation(
         "room: leave out pages in use that a start would share",
         _OPTIONS,
-        'self._columns["in_use"][dp_rank] = memory.num_pages_in_use(cursor)',
-        'self._columns["in_use"][dp_rank] = 0',
+        'self._options["in_use"][dp_rank] = memory.num_pages_in_use(cursor)',
+        'self._options["in_use"][dp_rank] = 0',
     ),
     Mutation(
         "room: take the least that a rank may cost for its cost",

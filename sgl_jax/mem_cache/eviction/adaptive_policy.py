@@ -120,7 +120,7 @@ class AdaptivePolicy(EvictionPolicy):
         return self._shadows.num_used_more(leaf.page_hashes, num_uses)
 
     def _first(self, queues: list[EvictionQueue[TreeNode]], now: int) -> TreeNode | None:
-        leaves = [leaf for queue in queues if len(queue) and (leaf := queue.oldest())]
+        leaves = [leaf for queue in queues if queue.members and (leaf := queue.oldest())]
         if self._shadows.leading_policy == ADAPTIVE:
             return min(
                 leaves,
@@ -165,7 +165,7 @@ class AdaptivePolicy(EvictionPolicy):
                 self.add(self._kept_by_hash[page_hash][0])
         follows_returns = self._shadows.leading_policy == RETURN
         if follows_returns != self._by_return:
-            leaves = [leaf for queue in self._queues for leaf in queue.members()]
+            leaves = [leaf for queue in self._queues for leaf in queue.members.values()]
             super().clear()
             self._by_return = follows_returns
             for leaf in leaves:

@@ -36,57 +36,56 @@ _IN_WORDS = {
 
 
 class Transition(NamedTuple):
-    """One call: `owners` (one for all pages, or one each) performed `action` at tick `clock`."""
+    """One call: the owner of each page performed `action` at tick `clock`."""
 
     clock: int
     action: Action
-    owners: int | Int32Array
+    owners: Int32Array
     pages: Int32Array
 
 
 class TransitionLog:
-    """The latest transitions, at most `MAX_CALLS` of them and about `MAX_PAGES` pages.
+    """The latest transitions, at most `MAX_CALLS` of them and `MAX_PAGES` pages.
 
-    Its clock counts calls and reads no time.
+    Its clock counts calls and reads no time. The compiled loops below write the owners and pages of
+    a call to `moves`, from `num_moves` on, before `note` counts them.
     """
 
     def __init__(self) -> None:
         self.clock = 0
-        # Plain tuples of a transition's fields, because the log is written far more often than
-        # read.
-        self._ring: deque[tuple[int, Action, int | Int32Array, Int32Array]] = deque()
-        self._num_pages = 0
+        # The owner and the page of each move; move i is at i % MAX_PAGES.
+        self.moves = np.zeros((MAX_PAGES, 2), np.int32)
+        self.num_moves = 0
+        self._calls: deque[tuple[Action, int, int]] = deque(maxlen=MAX_CALLS)
 
-    def note(self, action: Action, owners: int | Int32Array, pages: Int32Array) -> None:
-        """Record a call and its arrays, which must not change afterwards. If a call has more than
-        `MAX_PAGES` pages, only the first `MAX_PAGES` are recorded."""
-        ring, count = self._ring, len(pages)
+    def note(self, action: Action, num_pages: int) -> None:
+        """Record a call. Of more than `MAX_PAGES` pages, only the first `MAX_PAGES` are kept."""
         self.clock += 1
-        if count > MAX_PAGES:
-            pages, count = pages[:MAX_PAGES], MAX_PAGES
-            owners = owners if isinstance(owners, int) else owners[:MAX_PAGES]
-        ring.append((self.clock, action, owners, pages))
-        self._num_pages += count
-        while self._num_pages > MAX_PAGES or len(ring) > MAX_CALLS:
-            self._num_pages -= len(ring.popleft()[3])
+        self._calls.append((action, self.num_moves, num_pages))
+        self.num_moves += min(num_pages, MAX_PAGES)
 
     def clear(self) -> None:
         """Remove all transitions; the clock continues."""
-        self._ring.clear()
-        self._num_pages = 0
+        self._calls.clear()
 
     def all(self) -> list[Transition]:
-        return [Transition(*fields) for fields in self._ring]
+        found = []
+        for clock, (action, first, count) in enumerate(
+            self._calls, self.clock + 1 - len(self._calls)
+        ):
+            if self.num_moves - first <= MAX_PAGES:
+                places = np.arange(first, first + min(count, MAX_PAGES)) % MAX_PAGES
+                owners, pages = self.moves[places].T
+                found.append(Transition(clock, action, owners, pages))
+        return found
 
     def of(self, pages: NDArray[np.integer[Any]]) -> list[Transition]:
         found = []
         for transition in self.all():
             concerned = np.isin(transition.pages, pages)
             if concerned.any():
-                owners = transition.owners
-                if not isinstance(owners, int):
-                    owners = owners[concerned]
-                found.append(transition._replace(owners=owners, pages=transition.pages[concerned]))
+                owners, own_pages = transition.owners[concerned], transition.pages[concerned]
+                found.append(transition._replace(owners=owners, pages=own_pages))
         return found
 
 
@@ -95,9 +94,7 @@ def describe_owner(owner: int, holder: str = "row") -> str:
 
 
 def each_page(move: Transition) -> list[tuple[int, int]]:
-    pages = move.pages.tolist()
-    owners = [move.owners] * len(pages) if isinstance(move.owners, int) else move.owners.tolist()
-    return list(zip(pages, owners, strict=True))
+    return list(zip(move.pages.tolist(), move.owners.tolist(), strict=True))
 
 
 class PageAllocator:
@@ -153,17 +150,25 @@ class PageAllocator:
     def alloc_each(self, owners: Int32Array) -> Int32Array:
         """Take one free page for each row in `owners` (repeats allowed); int32[len(owners)].
 
-        The log keeps both arrays, so neither may change afterwards. Raise `OutOfPagesError`,
-        changing nothing, if fewer pages are free, and `OwnershipError` if an owner is not a row.
+        Raise `OutOfPagesError`, changing nothing, if fewer pages are free, and `OwnershipError` if
+        an owner is not a row.
         """
-        count = len(owners)
+        count, log = len(owners), self._log
         if count > self.num_free:
             raise OutOfPagesError(f"{self.name}: {count} pages asked, {self.num_free} free")
         pages: Int32Array = np.empty(count, np.int32)
-        if not _pop_each(owners, self._free_stack, self.num_free, self._owner, pages):
+        if not _pop_each(
+            owners,
+            self._free_stack,
+            self.num_free,
+            self._owner,
+            pages,
+            log.moves,
+            log.num_moves,
+        ):
             raise OwnershipError(f"{self.name}: only rows take pages, not owner {owners.min()}")
         self.num_free -= count
-        self._log.note("take", owners, pages)
+        log.note("take", count)
         return pages
 
     def free(self, pages: Int32Array, owner: int) -> None:
@@ -181,12 +186,21 @@ class PageAllocator:
         self.num_tree += len(pages)
 
     def _move(self, pages: Int32Array, owner: int, new_owner: int, action: Action) -> None:
+        log = self._log
         if not _change_owner(
-            pages, owner, new_owner, self.num_moved, self._owner, self._last_owner, self._stamp
+            pages,
+            owner,
+            new_owner,
+            self.num_moved,
+            self._owner,
+            self._last_owner,
+            self._stamp,
+            log.moves,
+            log.num_moves,
         ):
             self._refuse(pages, owner, action)
         self.num_moved += len(pages)
-        self._log.note(action, owner, pages.copy())
+        log.note(action, len(pages))
 
     def owners(self) -> Int32Array:
         return self._owner.copy()
@@ -264,7 +278,9 @@ class PageAllocator:
         )
 
 
-@compiled("(int32[::1], int64, int64, int64, int32[::1], int32[::1], int64[::1])")
+@compiled(
+    "(int32[::1], int64, int64, int64, int32[::1], int32[::1], int64[::1], int32[:, ::1], int64)"
+)
 def _change_owner(
     pages: Int32Array,
     owner: int,
@@ -273,12 +289,15 @@ def _change_owner(
     owners: Int32Array,
     last_owners: Int32Array,
     stamps: IntpArray,
+    moves: Int32Array,
+    first_move: int,
 ) -> bool:
     """Move `pages` from `owner` to `new_owner`; return False, changing no owner, if not allowed.
 
     A move is not allowed if a page does not exist, has another owner or appears twice, or if
     `owner` is `FREE` or `RESERVED`. `owners`, `last_owners` and `stamps` cover all pages. The pages
-    are stamped from `first_stamp` on, even if the move is refused.
+    are stamped from `first_stamp` on, even if the move is refused. `moves` and `first_move` belong
+    to the `TransitionLog`.
     """
     assert len(owners) == len(last_owners) == len(stamps)
     for i in range(len(pages)):
@@ -290,19 +309,28 @@ def _change_owner(
     for i in range(len(pages)):
         if stamps[pages[i]] != first_stamp + i or owner in (FREE, RESERVED):
             return False
-    for page in pages:
-        last_owners[page] = owner
-        owners[page] = new_owner
+    for i in range(len(pages)):
+        last_owners[pages[i]] = owner
+        owners[pages[i]] = new_owner
+        if i < len(moves):
+            move = moves[(first_move + i) % len(moves)]
+            move[0], move[1] = owner, pages[i]
     return True
 
 
-@compiled("(int32[:], int32[::1], int64, int32[::1], int32[::1])")
+@compiled("(int32[:], int32[::1], int64, int32[::1], int32[::1], int32[:, ::1], int64)")
 def _pop_each(
-    new_owners: Int32Array, free: Int32Array, num_free: int, owners: Int32Array, pages: Int32Array
+    new_owners: Int32Array,
+    free: Int32Array,
+    num_free: int,
+    owners: Int32Array,
+    pages: Int32Array,
+    moves: Int32Array,
+    first_move: int,
 ) -> bool:
     """Take `pages`, one for each of `new_owners`, from the end of the first `num_free` of `free`,
     and record their owners. The last page is taken first. Return False, changing nothing, if one of
-    `new_owners` is not a row."""
+    `new_owners` is not a row. `moves` and `first_move` belong to the `TransitionLog`."""
     assert len(pages) == len(new_owners)
     assert len(pages) <= num_free <= len(free)
     for owner in new_owners:
@@ -312,4 +340,7 @@ def _pop_each(
         pages[i] = free[num_free - 1 - i]
         assert 0 <= pages[i] < len(owners)
         owners[pages[i]] = new_owners[i]
+        if i < len(moves):
+            move = moves[(first_move + i) % len(moves)]
+            move[0], move[1] = new_owners[i], pages[i]
     return True

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sgl_jax.core.compiled import compiled
 from sgl_jax.core.page_tables import PageChanges
 from sgl_jax.core.step_plan import Int32Array, IntpArray
 from sgl_jax.mem_cache.errors import LeaseError
@@ -102,8 +103,8 @@ class RowTables:
 
     def list_pages(self, row: int, first: int, pages: Int32Array) -> None:
         """List `pages` int32[groups, n] in `row` from column `first` on."""
-        for group, listed in enumerate(pages):
-            self.list_pages_of(row, group, first, listed)
+        for group in range(self.num_groups):
+            self.list_pages_of(row, group, first, pages[group])
 
     def list_pages_of(self, row: int, group: int, first: int, pages: Int32Array) -> None:
         end = first + len(pages)
@@ -130,12 +131,8 @@ class RowTables:
         self.first_pages[group, row] = first
 
     def unlist(self, row: int, group: int, first: int, end: int) -> None:
-        table = self.pages[row, group]
-        listed = table[first:end].nonzero()[0]
-        listed += first
-        table[listed] = 0
-        listed += ((self.first_row + row) * self.num_groups + group) * self.pages_per_row
-        self.page_log.note(listed)
+        start = ((self.first_row + row) * self.num_groups + group) * self.pages_per_row
+        self.page_log.note(_unlist(self.pages[row, group], first, end, start))
 
     def clear(self, row: int) -> None:
         """Clear all columns of `row`, which gets a new epoch."""
@@ -144,6 +141,21 @@ class RowTables:
         self.first_pages[:, row] = 0
         self.states[:, row] = _NO_STATES
         self.epoch[row] += 1
+
+
+@compiled("(int32[::1], int64, int64, int64)")
+def _unlist(table: Int32Array, first: int, end: int, start: int) -> IntpArray:
+    """Clear the pages that a row's `table` lists in columns [first, end); return their columns,
+    counted from `start`."""
+    assert first >= 0
+    assert end <= len(table)
+    cells, num_cells = np.empty(max(end - first, 0), np.int64), 0
+    for column in range(first, end):
+        if table[column]:
+            table[column] = 0
+            cells[num_cells] = start + column
+            num_cells += 1
+    return cells[:num_cells]
 
 
 class ReqToTokenPool:

@@ -53,25 +53,26 @@ class RankCapacities(Sequence["RankCapacity"]):
     ) -> None:
         self.records = ranks.rooms()  # ROOM[ranks]
         self.in_flight = InFlight(builders, ranks.running.tokens)
-        self._builders, self._waiting = builders, waiting
+        self.builders, self._waiting = builders, waiting
         self._forecast = ranks.forecast()
         self._made: dict[int, RankCapacity] = {}
         self._outlooks = ranks.outlooks()
-        loads = np.array([_load(builder) for builder in builders])
+        # In one list, in half the time of a list for each rank.
+        loads = np.array([value for builder in builders for value in _load(builder)])
         enough = builders[0].rank.most_request_pages
         self._is_counted = write_loads(self.records, loads, self._outlooks, enough)
-        if self._is_counted.any():
+        if np.count_nonzero(self._is_counted):
             self._forecast.add(*ranks.active(), self._is_counted)
             for dp_rank in self._is_counted.nonzero()[0].tolist():
                 self._forecast.write(dp_rank, self.records[dp_rank : dp_rank + 1])
 
     def __len__(self) -> int:
-        return len(self._builders)
+        return len(self.builders)
 
     @property
     def is_thrashing(self) -> bool:
         """Return whether most evicted prefixes return on all ranks (`working_set.py`)."""
-        return all(builder.rank.working_set.is_thrashing for builder in self._builders)
+        return all(builder.rank.working_set.is_thrashing for builder in self.builders)
 
     def __getitem__(self, dp_rank: int) -> "RankCapacity":  # type: ignore[override]
         made = self._made.get(dp_rank)
@@ -79,7 +80,7 @@ class RankCapacities(Sequence["RankCapacity"]):
             if not 0 <= dp_rank < len(self):
                 raise IndexError(f"there are {len(self)} ranks, not one {dp_rank}")
             made = self._made[dp_rank] = RankCapacity(
-                self._builders[dp_rank],
+                self.builders[dp_rank],
                 self._waiting,
                 self.in_flight,
                 self._forecast,

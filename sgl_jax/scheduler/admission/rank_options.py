@@ -28,13 +28,11 @@ class RankOptions:
 
     def __init__(self, rooms: RankCapacities, waiting: WaitingQueue) -> None:
         self._rooms, self._in_flight, self._waiting = rooms, rooms.in_flight, waiting
-        self._step_tokens = rooms[0].chunk_size
-        self._has_host_memory = rooms[0].rank.host.tier is not None
-        self._page_size = rooms[0].rank.memory.page_size
+        first = rooms.builders[0]
+        self._step_tokens = first.chunk_size
+        self._has_host_memory = first.rank.host.tier is not None
+        self._page_size = first.rank.memory.page_size
         self._options: Options = np.zeros(len(rooms), OPTION)
-        names = OPTION.names
-        assert names is not None
-        self._columns = {name: self._options[name] for name in names}
         self._all = range(len(rooms))
 
     def begin(self, request: Request, home: RankMemory | None) -> None:
@@ -62,11 +60,11 @@ class RankOptions:
             option.num_present, option.num_read = num_read, max(option.num_read, num_read)
         self._unconfirmed = set[int]()
         if num_unconfirmed:
-            self._unconfirmed.update(self._columns["is_unconfirmed"].nonzero()[0].tolist())
+            self._unconfirmed.update(self._options["is_unconfirmed"].nonzero()[0].tolist())
 
     def num_present(self, dp_rank: int) -> int:
         """Return the tokens that the request would read on a rank if it started now."""
-        return int(self._columns["num_present"].item(dp_rank))
+        return int(self._options["num_present"].item(dp_rank))
 
     def confirm(self, ranks: Iterable[int]) -> bool:
         """Look for the rows of `ranks` that compute a part of the prefix. Return whether that was
@@ -77,7 +75,7 @@ class RankOptions:
             leader = self._in_flight.leader(self._request, self._prefix, dp_rank, num_read)
             if leader is not None:
                 self.leaders[dp_rank], num_read = leader, leader.length
-            self._columns["num_read"][dp_rank] = num_read
+            self._options["num_read"][dp_rank] = num_read
         self._unconfirmed -= unconfirmed
         return bool(unconfirmed)
 
@@ -85,16 +83,16 @@ class RankOptions:
         """Return the ranks where the request fits."""
         self.confirm(self.ranks)
         self._find_cheapest(offer)
-        fits: list[int] = self._columns["fits"].nonzero()[0].tolist()
+        fits: list[int] = self._options["fits"].nonzero()[0].tolist()
         return [dp_rank for dp_rank in fits if dp_rank in self.ranks]
 
     def cheapest(self, offer: Offer) -> tuple[int, list[int]]:
         """Return the rank where the request fits and costs least, below 0 if it fits none, and the
         ranks that could cost less after a wait for room."""
         # With one rank there is no cost to compare: skip the lookup in host memory.
-        spared = self._columns["num_spared"]
         if self._has_host_memory and len(self.ranks) > 1:
             self.confirm(self.ranks)
+            spared = self._options["num_spared"]
             for dp_rank in self.ranks:
                 if dp_rank not in self.leaders:
                     host = self._rooms[dp_rank].rank.host
@@ -111,25 +109,18 @@ class RankOptions:
         arguments = self._request, offer, self._options, self.ranks, self._step_tokens
         found, num_others, num_uncounted = self._waiting.find_cheapest(*arguments)
         if num_uncounted:
-            for dp_rank in self._columns["is_uncounted"].nonzero()[0].tolist():
+            for dp_rank in self._options["is_uncounted"].nonzero()[0].tolist():
                 memory = self._rooms[dp_rank].rank.memory
                 cursor = self._waiting.cursor(self._request, dp_rank)
-                self._columns["in_use"][dp_rank] = memory.num_pages_in_use(cursor)
+                self._options["in_use"][dp_rank] = memory.num_pages_in_use(cursor)
             found, num_others, _ = self._waiting.find_cheapest(*arguments)
-        return found, self._columns["may_win"].nonzero()[0].tolist() if num_others else []
+        return found, self._options["may_win"].nonzero()[0].tolist() if num_others else []
 
     def option(self, dp_rank: int) -> Option:
         """Return the confirmed option of a rank."""
-        columns = self._columns
-        return Option(
-            columns["cost"].item(dp_rank),
-            columns["is_full"].item(dp_rank),
-            self._rooms[dp_rank].num_running,
-            dp_rank,
-            columns["fits"].item(dp_rank),
-            columns["num_read"].item(dp_rank),
-            self.leaders.get(dp_rank),
-        )
+        _, num_read, *_, fits, cost, is_full, _ = self._options.item(dp_rank)
+        num_running, leader = self._rooms[dp_rank].num_running, self.leaders.get(dp_rank)
+        return Option(cost, is_full, num_running, dp_rank, fits, num_read, leader)
 
 
 @compiled(

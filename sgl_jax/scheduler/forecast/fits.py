@@ -145,21 +145,22 @@ def write_ample(rooms: Rooms, dp_rank: int, num_in_use: int, most_growth: int) -
         room.pages[j] = num_in_use
 
 
-@compiled("(rooms[::1], int64[:, ::1], int64[:, ::1], int64)", rooms=ROOM)
+@compiled("(rooms[::1], int64[::1], int64[:, ::1], int64)", rooms=ROOM)
 def write_loads(rooms: Rooms, loads: IntpArray, outlooks: IntpArray, enough: int) -> BoolArray:
     """Write the capacity of all ranks but for the pages of those that need a forecast. Return which
     these are, bool[ranks]: a request of `enough` pages may not fit after the greatest growth.
 
     Args:
-        loads: int64[ranks, 7], the arguments of `write_load`, and the pages left: those that no
-            running request holds.
+        loads: int64[7 * ranks], for each rank the arguments of `write_load`, and the pages left:
+            those that no running request holds.
         outlooks: the result of `Ranks.outlooks`.
     """
     is_counted = np.zeros(len(rooms), np.bool_)
-    assert len(loads) == len(outlooks) == len(rooms)
-    assert loads.shape[1] == 7
+    assert len(outlooks) == len(rooms)
+    assert len(loads) == 7 * len(rooms)
     for k in range(len(rooms)):
-        num_running, num_ahead, has_row, can_admit, floor, most_tokens, num_left = loads[k]
+        load = loads[7 * k : 7 * k + 7]
+        num_running, num_ahead, has_row, can_admit, floor, most_tokens, num_left = load
         soonest_end, most_growth = outlooks[k]
         soonest_end = 1 if soonest_end < 0 else soonest_end
         write_load(

@@ -13,6 +13,7 @@ which changes for all rows as pages are shared.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -73,7 +74,11 @@ class Forecast:
         self._tables = tables
         self._running = running
         self._chunk = chunk_size
-        self._needs: _Records = np.zeros(len(memories), _NEEDS)
+
+    @cached_property
+    def _needs(self) -> _Records:
+        """Return `_NEEDS`[ranks], at first without requests. In most steps no rank needs them."""
+        return np.zeros(len(self._memories), _NEEDS)
 
     def add(
         self, rows: RowIndex, bounds: IntpArray, is_counted: BoolArray, ranks: slice = slice(None)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sgl_jax.core.compiled import compiled
 from sgl_jax.core.step_plan import BoolArray, Int32Array, IntpArray
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.scheduler.forecast.fits import (
@@ -27,7 +28,6 @@ from sgl_jax.scheduler.forecast.output_lengths import MOMENTS, OutputLengths
 from sgl_jax.scheduler.preemption import Preemptible
 from sgl_jax.scheduler.tenants import NUM_LEVELS, Tenants, Turns
 from sgl_jax.scheduler.waiting.queue_loops import (
-    LAST,
     MOST_LEVELS,
     NUM_REUSES,
     alike_lines,
@@ -113,20 +113,22 @@ class AdmissionOrder:
         if turns is not None and turns.is_lagging.any():
             is_lagging = turns.is_lagging[columns.lines.tenant[:end]]
             skip_count = np.where(is_lagging, self._max_skip_count, skip_count)
-        keys = self._order_keys(least, turns, skip_count >= self._max_skip_count, levels)
-        yield from self._try_in_order(keys, offer, ranks, least, preempts, skip_count)
+        is_starved = skip_count >= self._max_skip_count
+        keys, tried = self._order_keys(least, turns, is_starved, levels)
+        yield from self._try_in_order(keys, tried, offer, ranks, least, preempts, skip_count)
 
     def _try_in_order(
         self,
         keys: Int64Array,
+        rest: IntpArray,
         offer: Offer,
         ranks: IntpArray,
         least: Int32Array,
         preempts: BoolArray,
         skip_count: Int32Array,
     ) -> Iterator[tuple[int, bool]]:
-        """Yield the result of `lines`. The arguments are those of `next_line`, and the lines'
-        `keys`."""
+        """Yield the result of `lines`. The arguments are those of `next_line`, the lines' `keys`,
+        and `rest`, the lines that may start."""
         columns = self._columns
         in_use = np.full(least.shape, -1, np.int32)
         in_use_at: defaultdict[int, dict[int, int]] = defaultdict(dict)
@@ -150,7 +152,7 @@ class AdmissionOrder:
             )
             return found
 
-        rest, most = (keys != LAST).nonzero()[0], _FIRST_PART
+        most = _FIRST_PART
         while find(rest, 0)[0] < len(rest):
             order, rest = _sorted_part(rest, keys, most)
             most *= _GROWTH
@@ -248,8 +250,9 @@ class AdmissionOrder:
 
     def _order_keys(
         self, least: Int32Array, turns: Turns | None, is_starved: BoolArray, levels: Levels
-    ) -> Int64Array:
-        """Return int64[end], a sort key of each line for admission order."""
+    ) -> tuple[Int64Array, IntpArray]:
+        """Return int64[end], a sort key of each line for admission order, and the lines that may
+        start."""
         lines, end = self._columns.lines, self._columns.end
         tenant = lines.tenant[:end]
         level, num_levels = levels.highest - lines.needs["priority"][:end], levels.number
@@ -263,7 +266,7 @@ class AdmissionOrder:
                 turn = turn * NUM_REUSES + reuse
         if num_levels > MOST_LEVELS:  # number the occurring levels
             level = np.unique(level, return_inverse=True)[1].astype(np.int64)
-        keys: Int64Array = order_keys(
+        keys: tuple[Int64Array, IntpArray] = order_keys(
             least, self.uses_cached_len, self.is_thrashing, level, turn, is_starved, lines
         )
         return keys
@@ -272,10 +275,26 @@ class AdmissionOrder:
 def _sorted_part(lines: IntpArray, keys: Int64Array, most: int) -> tuple[IntpArray, IntpArray]:
     """Return about `most` of the lines with the lowest keys, sorted, and the rest. Lines with equal
     keys stay together, in the same order on every host."""
-    own, rest = keys[lines], lines[:0]
-    if len(lines) > most:
-        # A bound from a sample of the keys takes less time than the exact one.
-        sample = np.sort(own[:: most // _NUM_SAMPLED])
-        is_first = own <= sample[_NUM_SAMPLED]
-        lines, rest, own = lines[is_first], lines[~is_first], own[is_first]
-    return lines[own.argsort(kind="stable")], rest
+    first, rest = _split_lines(lines, keys, most)
+    return first[keys[first].argsort(kind="stable")], rest
+
+
+@compiled("(int64[::1], int64[::1], int64)")
+def _split_lines(lines: IntpArray, keys: Int64Array, most: int) -> tuple[IntpArray, IntpArray]:
+    """Return the lines of `_sorted_part`, in their order, and the rest."""
+    # A bound from a sample of the keys takes less time than the exact one.
+    lowest = np.full(_NUM_SAMPLED + 1, np.iinfo(np.int64).max)
+    for i in range(0, len(lines) if len(lines) > most else 0, max(most // _NUM_SAMPLED, 1)):
+        assert 0 <= lines[i] < len(keys)
+        key = keys[lines[i]]
+        for j in range(len(lowest)):
+            lowest[j], key = min(lowest[j], key), max(lowest[j], key)
+    first, rest, num_first = np.empty_like(lines), np.empty_like(lines), 0
+    for i in range(len(lines)):
+        assert 0 <= lines[i] < len(keys)
+        if keys[lines[i]] <= lowest[_NUM_SAMPLED]:
+            first[num_first] = lines[i]
+            num_first += 1
+        else:
+            rest[i - num_first] = lines[i]
+    return first[:num_first], rest[: len(lines) - num_first]

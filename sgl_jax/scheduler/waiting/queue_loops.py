@@ -250,8 +250,9 @@ def order_keys(
     turn: Int32Array,
     is_starved: BoolArray,
     lines: Lines,
-) -> Int64Array:
-    """Return int64[end], sort keys in admission order; `LAST` if a line may start nowhere.
+) -> tuple[Int64Array, IntpArray]:
+    """Return int64[end], sort keys in admission order, and the lines that may start on any rank,
+    which have one.
 
     Args:
         least: int32[ranks, end], the pages that a line takes to start; `fits.NEVER` if it may not.
@@ -262,7 +263,7 @@ def order_keys(
         is_starved: bool[end].
     """
     num_ranks, end = least.shape
-    keys = np.full(end, LAST, np.int64)
+    keys, tried, num_tried = np.full(end, LAST, np.int64), np.empty(end, np.int64), 0
     assert end == len(level) == len(turn) == len(is_starved) <= len(lines.arrival)
     first_arrival = LAST
     for k in range(num_ranks):
@@ -273,6 +274,8 @@ def order_keys(
     for line in range(end):
         if keys[line] == LAST:
             continue
+        tried[num_tried] = line
+        num_tried += 1
         key = min(level[line], MOST_LEVELS) << 1
         key = (key + (not is_starved[line])) << 1
         key = (key + (not lines.is_retracted[line])) << _CACHED_BITS
@@ -283,7 +286,7 @@ def order_keys(
         key = (key << _TURN_BITS) + min(turn[line], MOST_TURNS)
         num_before = min(lines.arrival[line] - first_arrival, MOST_ARRIVALS)
         keys[line] = (key << _ARRIVAL_BITS) + num_before
-    return keys
+    return keys, tried[:num_tried]
 
 
 @compiled(

@@ -310,7 +310,7 @@ class WaitingQueue:
         self._drop_leaders(slice(self._columns.end))
         self._order.is_thrashing = is_thrashing
         held_until = self._columns.lines.held_until[: self._columns.end]
-        held_until[held_until <= step] = 0
+        held_until *= held_until > step
         highest = self.priorities.highest or 0
         levels = Levels(highest, highest - (self.priorities.lowest or 0) + 1)
         for line, may_start in self._order.lines(offer, step, preemptible, threshold, levels):

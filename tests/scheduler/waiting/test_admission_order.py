@@ -64,7 +64,7 @@ def keys_of(arrivals: list[int], may_start: BoolArray | None = None) -> Int64Arr
     lines.arrival[:] = arrivals
     if may_start is not None:
         least[0, ~may_start] = NEVER
-    keys: Int64Array = order_keys(
+    keys, lines_with_keys = order_keys(
         least,
         False,
         False,
@@ -73,6 +73,7 @@ def keys_of(arrivals: list[int], may_start: BoolArray | None = None) -> Int64Arr
         np.zeros(count, np.bool_),
         lines,
     )
+    assert lines_with_keys.tolist() == (keys != LAST).nonzero()[0].tolist()
     return keys
 
 

@@ -301,7 +301,7 @@ def test_more_requests_wait_than_a_key_tells_apart() -> None:
     lines, zeros = Lines.empty(1, end), np.zeros(end, np.int32)
     lines.arrival[:] = np.arange(end)
     no, least = np.zeros(end, np.bool_), np.zeros((1, end), np.int32)
-    keys = order_keys(least, False, False, zeros.astype(np.int64), zeros, no, lines)
+    keys, _ = order_keys(least, False, False, zeros.astype(np.int64), zeros, no, lines)
     assert (np.diff(keys[:-1]) > 0).all()
     assert keys[-1] == keys[-2]
 
