@@ -49,7 +49,7 @@ def test_an_answer_without_a_call_is_final_and_a_forecast_is_taken_as_it_is() ->
     assert again.turn(0.0, call_token_ids=(token, answer[1])) == FIRST_CLASS
     assert again.turn(8.0, call_token_ids=(answer[1],), pause_s=300.0) == class_of(300.0)
     counters = again.driver.scheduler.ranks[0].counters()
-    assert (counters["forecasts_honored"], counters["forecasts_ignored"]) == (1, 0)
+    assert (counters["hints_pause_honored"], counters["hints_pause_ignored"]) == (1, 0)
 
 
 def test_an_answer_that_the_next_prompt_lacks_is_evicted_first() -> None:
@@ -92,7 +92,7 @@ def test_a_request_that_its_client_leaves_records_nothing() -> None:
     agent.driver.run()
     policy: Any = agent.driver.scheduler.ranks[0].memory.cache.tree.policy
     assert len(policy._records) == 0
-    assert agent.driver.scheduler.ranks[0].counters()["forecasts_ignored"] == 1
+    assert agent.driver.scheduler.ranks[0].counters()["hints_pause_ignored"] == 1
 
 
 def test_the_forecast_of_a_request_that_was_retracted_is_counted_once() -> None:
@@ -104,7 +104,7 @@ def test_the_forecast_of_a_request_that_was_retracted_is_counted_once() -> None:
     agent.driver.retract("again")
     agent.driver.run()
     counters = agent.driver.scheduler.ranks[0].counters()
-    assert (counters["forecasts_honored"], counters["forecasts_ignored"]) == (1, 0)
+    assert (counters["hints_pause_honored"], counters["hints_pause_ignored"]) == (1, 0)
 
 
 def test_a_long_answer_is_no_part_of_the_pause_after_it() -> None:
