@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sgl_jax.core.messages import Reuse
+from sgl_jax.core.messages import Reuse, Tenant
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.mem_cache.eviction.path_records import FIRST_CLASS, REPLACED, class_of
 from sgl_jax.mem_cache.eviction.shadow_pages import RETURN
@@ -80,6 +80,45 @@ def test_nothing_is_recorded_of_other_traffic_or_with_the_switch_off() -> None:
         agent.turn(8.0, agent=name)
         policy: Any = agent.driver.scheduler.ranks[0].memory.cache.tree.policy
         assert len(policy._records) == 0
+
+
+def test_hints_are_counted_by_what_becomes_of_them() -> None:
+    sent = (
+        {"keep_s": 300.0},
+        {"keep_s": 7200.0, "num_unknown": 2},
+        {"is_last": True, "pause_s": 8.0},
+        {"num_unknown": 1},
+    )
+    for state, outcome in (("on", "honored"), ("off", "ignored")):
+        agent = Agent(radix_expected_return=state)
+        for reuse in sent:
+            agent.turn(8.0, **reuse)
+        rank = agent.driver.scheduler.ranks[0]
+        counts = {name: n for name, n in rank.counters().items() if name.startswith("hints_") and n}
+        retained = (
+            {"retain_honored": 1, "retain_capped": 1} if state == "on" else {"retain_ignored": 2}
+        )
+        others = {f"evict_{outcome}": 1, f"pause_{outcome}": 1, "unknown_ignored": 3}
+        assert counts == {f"hints_{name}": n for name, n in (retained | others).items()}
+    agent = Agent()
+    agent.turn(0.0, num_unknown=1)
+    policy: Any = agent.driver.scheduler.ranks[0].memory.cache.tree.policy
+    assert len(policy._records) == 0
+
+
+def test_a_conversation_that_ends_releases_no_prompt_of_another_tenant() -> None:
+    for other in ("b", "a"):
+        driver = Agent().driver
+        for rid, prompt, name, is_last in (
+            ("1", PROMPT, other, False),
+            ("2", [*PROMPT, *range(30, 39)], "a", True),
+        ):
+            tenant, reuse = Tenant(name=name), Reuse(is_last=is_last)
+            driver.submit(generate(rid, prompt, 3, tenant=tenant, reuse=reuse, ignore_eos=True))
+            driver.run()
+        nodes = list(driver.scheduler.ranks[0].memory.cache.nodes())
+        released = [node.end - len(node.key) for node in nodes if node.return_class == REPLACED]
+        assert min(released) == (0 if other == "a" else len(PROMPT))
 
 
 def test_a_request_that_its_client_leaves_records_nothing() -> None:

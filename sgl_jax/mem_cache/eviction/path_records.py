@@ -8,7 +8,8 @@ after a tool call. A request sent before the former answer ended, such as anothe
 prompt, tells nothing of the pauses.
 
 A client's forecast of a pause replaces the mean. Forecasts are corrected by the mean error of their
-tenant's earlier ones, so they order the paths of one tenant and gain nothing from another's.
+tenant's earlier ones that were too short, so they gain nothing from another tenant's paths. Those
+that were too long correct nothing: otherwise they would make others of the tenant shorter.
 
 Pauses are counted in quarters of octaves: a *class* of expected return. Classes come from a table
 of square roots, so all hosts compute the same ones.
