@@ -65,9 +65,9 @@ from sgl_jax.server.fields import (
     SamplingFields,
     SessionParams,
     StreamOptions,
-    StrictModel,
 )
 from sgl_jax.server.offered_tools import HOSTED, NamespaceTool, ResponseTool
+from sgl_jax.server.strict_model import StrictModel
 from sgl_jax.server.unserved_fields import PART, REQUEST, Unserved, advice, as_json
 
 TARGET = Path(__file__).parent.parent / "docs" / "reference" / "request_fields.md"

@@ -95,6 +95,11 @@ def holder_of(tenant: Tenant | None) -> str:
     return "" if tenant is None or tenant.is_pooled else tenant.name
 
 
+# Names of the hints in a `Reuse`, and of what becomes of them (`scheduler/hint_counts.py`).
+HINTS = ("pause", "retain", "evict", "unknown")
+HINT_OUTCOMES = ("honored", "capped", "ignored")
+
+
 class Reuse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is known of the next request of the same conversation. It orders evictions, no more.
 
@@ -103,11 +108,19 @@ class Reuse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         call_token_ids: any tool call has one of these tokens; () if no answer is known to be final,
             because no tools are offered or calls begin with no token of their own.
         pause_s: the client's forecast of the seconds from the end of the answer to that request.
+        is_family: `agent` is the id of a group of conversations.
+        keep_s: the client wants the prefix to be kept for these seconds before its others.
+        is_last: the conversation ends with the answer.
+        num_unknown: hints of the request that are not understood.
     """
 
     agent: str = ""
     call_token_ids: tuple[int, ...] = ()
     pause_s: float | None = None
+    is_family: bool = False
+    keep_s: float = 0.0
+    is_last: bool = False
+    num_unknown: int = 0
 
 
 @call("submit")

@@ -188,6 +188,12 @@ class SchedulerArgs:
         return DEFAULT_PART if self.has_tenants else 1.0
 
     @property
+    def expects_returns(self) -> bool:
+        """Return True if evictions may be ordered by expected returns and by hints of clients."""
+        is_adaptive = self.radix_eviction_policy == "adaptive" and not self.disable_radix_cache
+        return is_adaptive and self.radix_expected_return == "on"
+
+    @property
     def has_tenants(self) -> bool:
         """Return True if tenants have shares by default."""
         return self.fair_share == "tokens"

@@ -1,6 +1,7 @@
 """A node of the prefix tree, used by the tree core and the components."""
 
-from typing import Any, TypeVar
+from collections.abc import Hashable
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +43,22 @@ def edge_key(page_size: int, start: int, tokens: Int32Array, namespace: str) -> 
     return first_page if start else first_page + namespace.encode()
 
 
+class Retention(NamedTuple):
+    """Whose path a node is on, and until when (by the policy's seconds) its client wants it kept.
+
+    `holder` is None if the paths of several holders go through the node: the hints of one do not
+    count there. A higher `level` stands for a longer retention.
+    """
+
+    holder: Hashable
+    level: int = 0
+    until_s: float = 0.0
+
+    def joined(self, other: "Retention | None") -> "Retention":
+        """Return the retention of a node on both paths, this one used last."""
+        return self if other is None or other.holder == self.holder else Retention(None)
+
+
 class ReadTime:
     """The time, by the tree's clock, when a node's windows were last read; eviction lists it.
     `num_uses` is the node's number of uses when it was listed."""
@@ -63,8 +80,8 @@ class TreeNode:
 
     `end` counts tokens from the root to the node. `child_key` is its key in its parent's
     `children`. `namespace` applies to its whole path. `page_hashes` has, for each page of the edge,
-    the hash of the prefix up to the page's end. The eviction policy owns `num_uses`, `used_s`
-    and `return_class`; `last_access`
+    the hash of the prefix up to the page's end. The eviction policy owns `num_uses`, `used_s`,
+    `return_class` and `retention` (None before the end of a complete answer); `last_access`
     is a time of the tree's clock. `was_cut` tells that the edge once went on, so that no prompt is
     known to have ended at its end. Walks end before a node with `is_withdrawn`; all nodes below it
     are withdrawn too. The components own `values` and `locks`, each at its index. With windows,
@@ -88,6 +105,7 @@ class TreeNode:
         "page_hashes",
         "parent",
         "read",
+        "retention",
         "return_class",
         "runs",
         "used_s",
@@ -118,6 +136,7 @@ class TreeNode:
         self.num_uses = 0
         self.used_s = 0.0
         self.return_class = 0
+        self.retention: Retention | None = None
         self.page_hashes: NDArray[np.uint64] = _NO_HASHES
         self.values: list[Any] = [None] * num_components
         self.locks: list[Any] = [0] * num_components

@@ -16,6 +16,7 @@ import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from sgl_jax.core.engine_messages import HostReport
+from sgl_jax.core.messages import HINT_OUTCOMES, HINTS
 from sgl_jax.metrics.rank_state import (
     FULL,
     STATES,
@@ -245,12 +246,25 @@ FIGURES = (
     _count("store_loaded_tokens", "tokens of prefixes loaded from the store below host memory"),
     _count("store_put_blocks", "blocks put into that store"),
     Figure(
-        "pause_hints",
-        "expected pauses that clients sent, by whether they order evictions",
+        "cache_hints",
+        "hints of clients that order evictions, order them for a shorter time, or do not",
         lambda state: [
-            (outcome, rank["dp_rank"], rank["counters"][f"forecasts_{outcome}"])
+            (hint, outcome, rank["dp_rank"], rank["counters"][f"hints_{hint}_{outcome}"])
             for rank in state["ranks"]
-            for outcome in ("honored", "ignored")
+            for hint in HINTS
+            for outcome in HINT_OUTCOMES
+        ],
+        ("hint", "outcome", "dp_rank"),
+        is_counter=True,
+    ),
+    Figure(
+        "retained_pages",
+        "pages that other pages of the same client were evicted for, as a hint asked (exchanged), "
+        "and pages evicted before the time that a hint asked for",
+        lambda state: [
+            (outcome, rank["dp_rank"], rank["counters"][f"retained_pages_{outcome}"])
+            for rank in state["ranks"]
+            for outcome in ("exchanged", "evicted")
         ],
         ("outcome", "dp_rank"),
         is_counter=True,

@@ -28,6 +28,7 @@ from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
 from sgl_jax.mem_cache.tree.prompt_tree import PromptTree
 from sgl_jax.scheduler.draft_policy import start_drafting
 from sgl_jax.scheduler.forecast.output_lengths import OutputLengths
+from sgl_jax.scheduler.hint_counts import HintCounts
 from sgl_jax.scheduler.rank_offload import RankOffload
 from sgl_jax.scheduler.request import Departed, Request, RequestState
 from sgl_jax.scheduler.running_prompts import RunningPrompts
@@ -73,14 +74,13 @@ class RankScheduler:
         self.departed: list[Departed] = []
         self.num_prompt_tokens = 0  # of all admitted requests, and from the cache:
         self.num_cached_tokens = 0
-        self._num_forecasts = [0, 0]  # of pauses, by clients: ignored, honored
+        self._hints = HintCounts()
         self._max_draft_tokens = sizes.max_draft_tokens
         has_states = sizes.state_group is not None
         self.keeps_snapshots = has_states and not args.disable_radix_cache
         self._eos_token_ids = sizes.eos_token_ids
         self._random_seed = args.random_seed
-        is_adaptive = args.radix_eviction_policy == "adaptive" and not args.disable_radix_cache
-        self._expects_returns = is_adaptive and args.radix_expected_return == "on"
+        self._expects_returns = args.expects_returns
         self.has_agents = False  # whether any request began whose next one is expected
         self.most_request_pages = self.memory.request_pages(sizes.max_request_tokens)
         self._max_session_pages = int(args.session_memory_fraction * sizes.pool_pages[0])
@@ -249,7 +249,7 @@ class RankScheduler:
         has_ended = num_tokens is not None or known_len < max_len
         self._count_output(row, num_tokens or int(known_len), has_ended=has_ended)
         request = self._leave(row, num_tokens=num_tokens, is_complete=True)
-        self._count_forecast(request, is_honored=self._expects_returns)
+        self._hints.add(request.message.reuse, is_honored=self._expects_returns)
         request.state = RequestState.FINISHED
         self._bound_sessions()
         return request
@@ -259,10 +259,6 @@ class RankScheduler:
         output_len = max(num_tokens - int(self.columns.prompt_len[row]), 0)
         number = int(self.columns.length_class[row])
         self._output_lengths.add(number, output_len, has_ended=has_ended)
-
-    def _count_forecast(self, request: Request, *, is_honored: bool) -> None:
-        if request.message.reuse.pause_s is not None:
-            self._num_forecasts[is_honored] += 1
 
     def end(self, row: int, *, insert: bool = True, is_own: bool = True) -> Request:
         """End the request in `row` before its output is complete.
@@ -280,7 +276,7 @@ class RankScheduler:
             self.memory.sessions.unbind(request.lease)
             kept = None
         self._leave(row, insert=insert, num_tokens=kept)
-        self._count_forecast(request, is_honored=False)
+        self._hints.add(request.message.reuse, is_honored=False)
         request.state = RequestState.FINISHED
         self._bound_sessions()
         return request
@@ -320,8 +316,8 @@ class RankScheduler:
             "retracted_output_tokens": self.num_retracted_output_tokens,
             "evicted_pages": self.memory.cache.num_evicted,
             "sessions_evicted": self.num_evicted_sessions,
-            "forecasts_ignored": self._num_forecasts[False],
-            "forecasts_honored": self._num_forecasts[True],
+            **self._hints.counters(),
+            **self.memory.cache.tree.policy.retained_pages,
             **self.host.counters(),
         }
 

@@ -150,11 +150,8 @@ class Request:
         self.is_prompt_told = True
         return self.prompt_len
 
-    def path_end(self, tokens: Int32Array) -> PathEnd | None:
-        """Return the end of an agent's path: all its tokens, of a complete answer. None if nothing
-        tells that an agent sent it: then its next request is not expected at any time."""
-        if not self.is_of_agent:
-            return None
+    def path_end(self, tokens: Int32Array) -> PathEnd:
+        """Return the end of the request's path: all its tokens, of a complete answer."""
         reuse, output = self.message.reuse, tokens[self.prompt_len :]
         calls = reuse.call_token_ids
         is_final = bool(calls) and not np.isin(output, calls).any()
@@ -165,12 +162,16 @@ class Request:
             reuse.pause_s,
             self.agent,
             holder_of(self.message.tenant),
+            reuse.is_family,
+            reuse.keep_s,
+            reuse.is_last,
+            self.is_of_agent,
         )
 
     @property
     def is_of_agent(self) -> bool:
         """Return whether anything tells that an agent sent it, so that its next one is expected."""
-        return self.message.reuse != _UNKNOWN
+        return replace(self.message.reuse, num_unknown=0) != _UNKNOWN
 
     @property
     def agent(self) -> tuple[str, str] | None:

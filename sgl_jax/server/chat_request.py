@@ -14,12 +14,11 @@ from sgl_jax.server.fields import (
     GenerationFields,
     Items,
     Metadata,
-    Part,
     RequestFields,
-    StrictModel,
     held_schema,
     refuse_several,
 )
+from sgl_jax.server.strict_model import Part, StrictModel
 
 T = TypeVar("T")
 ToolList = Annotated[Items[T], Field(max_length=1024)]

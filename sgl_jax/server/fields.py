@@ -1,15 +1,12 @@
-"""Body fields shared by several APIs. Nothing is coerced, and nothing unknown is ignored."""
+"""Body fields shared by several APIs."""
 
 import json
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
-    ValidationInfo,
     model_validator,
 )
 
@@ -38,14 +35,8 @@ from sgl_jax.core.sampling_params import (
     choice_seed,
 )
 from sgl_jax.server import unserved_fields
-from sgl_jax.server.guards.limits import MAX_FIELDS
-from sgl_jax.server.unserved_fields import (
-    STRICT,
-    UnservedFields,
-    advice,
-    check_unserved,
-    without_effect,
-)
+from sgl_jax.server.hint_fields import HintFields
+from sgl_jax.server.strict_model import Part, StrictModel
 
 T = TypeVar("T")
 Rid = Annotated[str, Field(min_length=1, max_length=MAX_RID_CHARS)]
@@ -79,68 +70,10 @@ Metadata = Annotated[
 ]
 
 
-def _describe_unserved(schema: dict[str, Any], model: type["StrictModel"]) -> None:
-    for name, field in model.unserved.items():
-        effect = f"without effect: {field.reason}"
-        if field.is_refused:
-            effect = f"not served: {field.reason}; {advice(name)}"
-        schema.setdefault("properties", {}).setdefault(name, {"description": effect})
-
-
-class StrictModel(BaseModel):
-    """No coercion, no unknown fields, no NaN; a null counts as not given.
-
-    `unserved` fields are accepted only with values that request nothing. A validation with the
-    context `STRICT` refuses fields without effect: some of `unserved`, and all of `ineffective`.
-    """
-
-    model_config = ConfigDict(
-        strict=True,
-        extra="forbid",
-        allow_inf_nan=False,
-        frozen=True,
-        json_schema_extra=_describe_unserved,
-    )
-    unserved: ClassVar[UnservedFields] = {}
-    ineffective: ClassVar[frozenset[str]] = frozenset()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_unserved(cls, body: Any, info: ValidationInfo) -> Any:
-        if not isinstance(body, dict):
-            return body
-        if len(body) > MAX_FIELDS:  # otherwise each unknown field would become a separate error
-            raise ValueError(f"at most {MAX_FIELDS} fields, got {len(body)}")
-        unserved = {n for n in body if n in cls.unserved and n not in cls.model_fields}
-        is_strict = info.context == STRICT
-        for name in unserved:
-            check_unserved(name, body[name], cls.unserved[name], is_strict=is_strict)
-        for name in cls.ineffective & body.keys() if is_strict else ():
-            if body[name] is not None:
-                raise InvalidRequestError(without_effect(name), name)
-        return {n: value for n, value in body.items() if value is not None and n not in unserved}
-
-
 _RANK_FIELDS = ("dp_rank", "routed_dp_rank", "data_parallel_rank")
 
 
-class Part(StrictModel):
-    """A message, a part of one, a tool or a group of settings."""
-
-    unserved = unserved_fields.PART
-
-
-class AgentHints(StrictModel):
-    """SGLang's hints of agents."""
-
-    unserved = unserved_fields.AGENT_HINTS
-    agent_id: str | None = Field(default=None, description="of the conversation, without a header")
-    expected_tool_duration_ms: float | None = Field(
-        default=None, ge=0, description="from the answer to the next request"
-    )
-
-
-class RequestFields(StrictModel):
+class RequestFields(HintFields):
     """The fields shared by all protocols. A list has one entry per prompt."""
 
     unserved = unserved_fields.REQUEST
@@ -164,7 +97,6 @@ class RequestFields(StrictModel):
         default=None, description='the tenant, unless the API key names one; "": none'
     )
 
-    agent_hints: AgentHints | None = None
     logprobs_mode: LogprobsMode | None = Field(
         default=None,
         description="raw: log-probabilities are the model's; scaled: after penalties, grammar and "

@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Discriminator, Field, ValidationInfo, model_val
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.server.chat_request import FunctionDefinition, FunctionName, ToolList
-from sgl_jax.server.fields import Part, StrictModel
+from sgl_jax.server.strict_model import Part, StrictModel
 from sgl_jax.server.unserved_fields import STRICT, without_effect
 
 # Names without the date suffix that most have.

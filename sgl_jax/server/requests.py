@@ -78,7 +78,7 @@ async def prompt_requests(
     checks, requests = refs.frontend.checks, list[GenerateRequest]()
     owner = owner_of(request, tenant)
     shared |= {"session": owner.own(turn), "tenant": tenant}
-    shared["reuse"] = reuse_of(request, tenant, body.agent_hints, call_token_ids)
+    shared["reuse"] = reuse_of(request, tenant, body, call_token_ids)
     options = body.options_of(len(prompts))
     with client_names(names):
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]

@@ -104,8 +104,8 @@ REQUEST = _table(
         "a label": "metadata safety_identifier custom_labels client_metadata user_profile_id "
         "workspace_id conversation_id session_id service_tier inference_geo betas diagnostics",
         "a trace or log of the client": "external_trace_header received_time no_logs",
-        "a hint for caches, routers or speculation": "prompt_cache_key prompt_cache_retention "
-        "prompt_cache_options cache_control routing_key kv_hints kv_router_hint prediction",
+        "a hint for caches, routers or speculation": "prompt_cache_options routing_key "
+        "kv_router_hint prediction",
         "answers are not kept": "store",
         "the form of a stream": "stream_options stream_interval stream_reasoning "
         "separate_reasoning",
@@ -163,13 +163,7 @@ REQUEST = _table(
         "it is format of output_config now": "output_format",
     },
 )
-AGENT_HINTS = _table(
-    {
-        "a label": "workflow_id step_id parent_step_id",
-        "a hint for caches": "cache_ttl_ms reuse_hint",
-    },
-    {},
-)
+AGENT_HINTS = _table({"a label": "workflow_id step_id parent_step_id"}, {})
 # Messages, their parts and tools. Clients send back parts of answers.
 PART = _table(
     {

@@ -63,6 +63,8 @@ from sgl_jax.engine.channels import Channel
 from sgl_jax.engine.process import run_engine
 from sgl_jax.engine.watchdog import Watchdog
 from sgl_jax.grammar.compiler import GrammarCompiler
+from sgl_jax.mem_cache.eviction.eviction_policy import EvictionPolicy
+from sgl_jax.scheduler.hint_counts import HintCounts
 
 CRASH_SEED = 666  # a request with this seed is a defect of the engine
 SLOW_CRASH_SEED = 667  # likewise, and the process takes `SLOW_EXIT_S` to end
@@ -88,7 +90,8 @@ RANK_COUNTERS = {
     **dict.fromkeys(("retracted_input_tokens", "retracted_output_tokens"), 0),
     **dict.fromkeys(("requests_force_retracted", "host_failed_transfers"), 0),
     **dict.fromkeys(("host_copied_pages", "host_fetched_tokens"), 0),
-    **dict.fromkeys(("forecasts_honored", "forecasts_ignored"), 0),
+    **HintCounts().counters(),
+    **EvictionPolicy().retained_pages,
     **dict.fromkeys(("store_put_blocks", "store_loaded_tokens"), 0),
 }
 CHANGES = (PauseGeneration, ContinueGeneration, UpdateWeightsFromDisk, SetInternalState)

@@ -28,6 +28,8 @@ _FULL = "sgl_jax/mem_cache/tree/full_component.py"
 _COMPONENT = "sgl_jax/mem_cache/tree/tree_component.py"
 _ADAPTIVE = "sgl_jax/mem_cache/eviction/adaptive_policy.py"
 _RECORDS = "sgl_jax/mem_cache/eviction/path_records.py"
+_RETAINED = "sgl_jax/mem_cache/eviction/retained_paths.py"
+_NODE = "sgl_jax/mem_cache/tree_node.py"
 _SHADOWS = "sgl_jax/mem_cache/eviction/shadow_pages.py"
 _GHOSTS = "sgl_jax/mem_cache/eviction/ghost_pages.py"
 _CACHE = "sgl_jax/mem_cache/tree/radix_cache.py"
@@ -306,6 +308,78 @@ MUTATIONS = (
         _RECORDS,
         "            if end.arrived_s > record.ended_s:\n",
         "            if True:\n",
+    ),
+    Mutation(
+        "correct short forecasts by errors of long ones",
+        _RECORDS,
+        "min(pause_class - record.forecast, 0)",
+        "pause_class - record.forecast",
+    ),
+    Mutation(
+        "take a family of conversations for one of them",
+        _RECORDS,
+        "if end.agent is not None and not end.is_family:",
+        "if end.agent is not None:",
+    ),
+    Mutation(
+        "record requests that no agent sent",
+        _REQUEST,
+        "            self.is_of_agent,\n",
+        "            True,\n",
+    ),
+    Mutation(
+        "let hints count for pages that others use",
+        _NODE,
+        "other.holder == self.holder else Retention(None)",
+        "other.holder == self.holder else self",
+    ),
+    Mutation(
+        "release what other paths use at the end of a conversation",
+        _ADAPTIVE,
+        "if is_shared or (is_last and len(node.children) > (not is_end)):",
+        "if is_shared:",
+    ),
+    Mutation(
+        "evict in place of a retained path without an end",
+        _RETAINED,
+        "if kept and kept.until_s > now_s else None",
+        "if kept else None",
+    ),
+    Mutation(
+        "keep a path for as long as the client wants",
+        _RETAINED,
+        "    keep_s = min(keep_s, MAX_KEEP_S)\n",
+        "",
+    ),
+    Mutation(
+        "evict a path in place of one that is kept as long",
+        _RETAINED,
+        "for queue in holder.queues[: kept.level]:",
+        "for queue in holder.queues[: kept.level + 1]:",
+    ),
+    Mutation(
+        "keep all later paths for the pages lost for one",
+        _RETAINED,
+        "            holder.num_paid -= num_pages\n",
+        "",
+    ),
+    Mutation(
+        "keep a whole path for the pages of its end",
+        _RETAINED,
+        "        if len(node.children) > 1:\n            break\n",
+        "        break\n",
+    ),
+    Mutation(
+        "give a kept path the rank of the youngest that was evicted for it",
+        _RETAINED,
+        "rank, holder.first = holder.first, holder.last",
+        "rank = holder.last",
+    ),
+    Mutation(
+        "list a leaf that is gone as one to evict for another",
+        _ADAPTIVE,
+        "        self._retained.discard(node)\n",
+        "",
     ),
     # -- edges that become one
     Mutation(

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sgl_jax.core.messages import Reuse
+from sgl_jax.core.messages import Reuse, Tenant
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.mem_cache.eviction.path_records import FIRST_CLASS, REPLACED, class_of
 from sgl_jax.mem_cache.eviction.shadow_pages import RETURN
@@ -49,7 +49,7 @@ def test_an_answer_without_a_call_is_final_and_a_forecast_is_taken_as_it_is() ->
     assert again.turn(0.0, call_token_ids=(token, answer[1])) == FIRST_CLASS
     assert again.turn(8.0, call_token_ids=(answer[1],), pause_s=300.0) == class_of(300.0)
     counters = again.driver.scheduler.ranks[0].counters()
-    assert (counters["forecasts_honored"], counters["forecasts_ignored"]) == (1, 0)
+    assert (counters["hints_pause_honored"], counters["hints_pause_ignored"]) == (1, 0)
 
 
 def test_an_answer_that_the_next_prompt_lacks_is_evicted_first() -> None:
@@ -82,6 +82,45 @@ def test_nothing_is_recorded_of_other_traffic_or_with_the_switch_off() -> None:
         assert len(policy._records) == 0
 
 
+def test_hints_are_counted_by_what_becomes_of_them() -> None:
+    sent = (
+        {"keep_s": 300.0},
+        {"keep_s": 7200.0, "num_unknown": 2},
+        {"is_last": True, "pause_s": 8.0},
+        {"num_unknown": 1},
+    )
+    for state, outcome in (("on", "honored"), ("off", "ignored")):
+        agent = Agent(radix_expected_return=state)
+        for reuse in sent:
+            agent.turn(8.0, **reuse)
+        rank = agent.driver.scheduler.ranks[0]
+        counts = {name: n for name, n in rank.counters().items() if name.startswith("hints_") and n}
+        retained = (
+            {"retain_honored": 1, "retain_capped": 1} if state == "on" else {"retain_ignored": 2}
+        )
+        others = {f"evict_{outcome}": 1, f"pause_{outcome}": 1, "unknown_ignored": 3}
+        assert counts == {f"hints_{name}": n for name, n in (retained | others).items()}
+    agent = Agent()
+    agent.turn(0.0, num_unknown=1)
+    policy: Any = agent.driver.scheduler.ranks[0].memory.cache.tree.policy
+    assert len(policy._records) == 0
+
+
+def test_a_conversation_that_ends_releases_no_prompt_of_another_tenant() -> None:
+    for other in ("b", "a"):
+        driver = Agent().driver
+        for rid, prompt, name, is_last in (
+            ("1", PROMPT, other, False),
+            ("2", [*PROMPT, *range(30, 39)], "a", True),
+        ):
+            tenant, reuse = Tenant(name=name), Reuse(is_last=is_last)
+            driver.submit(generate(rid, prompt, 3, tenant=tenant, reuse=reuse, ignore_eos=True))
+            driver.run()
+        nodes = list(driver.scheduler.ranks[0].memory.cache.nodes())
+        released = [node.end - len(node.key) for node in nodes if node.return_class == REPLACED]
+        assert min(released) == (0 if other == "a" else len(PROMPT))
+
+
 def test_a_request_that_its_client_leaves_records_nothing() -> None:
     agent = Agent()
     reuse = Reuse(agent="a", pause_s=8.0)
@@ -92,7 +131,7 @@ def test_a_request_that_its_client_leaves_records_nothing() -> None:
     agent.driver.run()
     policy: Any = agent.driver.scheduler.ranks[0].memory.cache.tree.policy
     assert len(policy._records) == 0
-    assert agent.driver.scheduler.ranks[0].counters()["forecasts_ignored"] == 1
+    assert agent.driver.scheduler.ranks[0].counters()["hints_pause_ignored"] == 1
 
 
 def test_the_forecast_of_a_request_that_was_retracted_is_counted_once() -> None:
@@ -104,7 +143,7 @@ def test_the_forecast_of_a_request_that_was_retracted_is_counted_once() -> None:
     agent.driver.retract("again")
     agent.driver.run()
     counters = agent.driver.scheduler.ranks[0].counters()
-    assert (counters["forecasts_honored"], counters["forecasts_ignored"]) == (1, 0)
+    assert (counters["hints_pause_honored"], counters["hints_pause_ignored"]) == (1, 0)
 
 
 def test_a_long_answer_is_no_part_of_the_pause_after_it() -> None:

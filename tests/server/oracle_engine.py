@@ -1,5 +1,6 @@
 """A real engine loop and scheduler behind the routes, on the executor of the content oracle."""
 
+from functools import partial
 from typing import Any
 
 from sgl_jax.core.engine_sizes import EngineSizes
@@ -21,15 +22,15 @@ SIZES = make_sizes(
 class SizedExecutor(OracleModelExecutor):
     """Of these sizes, with the facts that a frontend needs."""
 
-    def __init__(self, args: ServerArgs, progress: Progress) -> None:
+    def __init__(self, args: ServerArgs, progress: Progress, sizes: EngineSizes = SIZES) -> None:
         super().__init__(args, progress)
-        self.sizes: EngineSizes = SIZES
-        self.oracle = OracleExecutor(SIZES)
+        self.sizes: EngineSizes = sizes
+        self.oracle = OracleExecutor(sizes)
         self.info = {
-            "vocab_size": VOCAB_SIZE,
-            "max_context_len": SIZES.max_context_len,
-            "dp_size": SIZES.dp_size,
-            "page_size": SIZES.page_size,
+            "vocab_size": sizes.vocab_size,
+            "max_context_len": sizes.max_context_len,
+            "dp_size": sizes.dp_size,
+            "page_size": sizes.page_size,
             "eos_token_ids": [],
             "model_path": "oracle",
             "settings": {},
@@ -59,7 +60,7 @@ class CoreEngine:
         self.core.run(channel)
 
 
-def oracle_engine(monkeypatch: Any, **settings: Any) -> CoreEngine:
+def oracle_engine(monkeypatch: Any, sizes: EngineSizes = SIZES, **settings: Any) -> CoreEngine:
     """Make an engine whose executor is the oracle."""
-    monkeypatch.setattr(core_module, "ModelExecutor", SizedExecutor)
+    monkeypatch.setattr(core_module, "ModelExecutor", partial(SizedExecutor, sizes=sizes))
     return CoreEngine(EngineCore(ServerArgs(model_path="none", check_memory="busy", **settings)))

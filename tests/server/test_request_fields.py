@@ -13,7 +13,7 @@ from sgl_jax.core.sampling_params import choice_seed
 from sgl_jax.server.apis.completions import CompletionRequest
 from sgl_jax.server.apis.native import GenerateBody, NativeSampling
 from sgl_jax.server.chat_request import ChatRequest
-from sgl_jax.server.fields import StrictModel
+from sgl_jax.server.strict_model import StrictModel
 from tests.server import known_fields
 from tests.server.conftest import Rig
 

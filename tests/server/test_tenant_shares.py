@@ -46,7 +46,7 @@ def serve(
             "max_session_tokens": MAX_SESSION_TOKENS,
             "max_queued_requests": MAX_QUEUED,
         } | settings
-        engine = oracle_engine(monkeypatch, **settings) if is_real else None
+        engine = oracle_engine(monkeypatch, **settings) if is_real else None  # type: ignore[arg-type]
         return serving(model_folder, tokenizer, engine=engine, **settings)  # type: ignore[arg-type]
 
     return start

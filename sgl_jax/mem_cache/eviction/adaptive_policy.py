@@ -12,7 +12,8 @@ use: the fraction depends on how much longer a stay would have served it.
 
 Shadow caches (`shadow_caches.py`) count the hits of this order, LRU, LFU and the order of expected
 returns (`path_records.py`). Once another order leads, the cache follows it: leaves in the leading
-shadow are evicted last.
+shadow are evicted last. In the order of expected returns, paths that a client wants kept change
+places with others of the same client (`retained_paths.py`).
 """
 
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from sgl_jax.mem_cache.eviction.ghost_pages import (
     RecalledPages,
 )
 from sgl_jax.mem_cache.eviction.path_records import (
+    EXCHANGED,
     FIRST_CLASS,
     NUM_RETURN_CLASSES,
     PAUSE_S,
@@ -35,6 +37,7 @@ from sgl_jax.mem_cache.eviction.path_records import (
     PathEnd,
     PathRecords,
 )
+from sgl_jax.mem_cache.eviction.retained_paths import Rank, RetainedPaths, retention_of
 from sgl_jax.mem_cache.eviction.shadow_caches import GHOSTS_PER_PAGE, ShadowCaches
 from sgl_jax.mem_cache.eviction.shadow_pages import (
     ADAPTIVE,
@@ -52,9 +55,10 @@ class AdaptivePolicy(EvictionPolicy):
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         # Queues by number of uses or, while the cache follows expected returns, by their class.
-        super().__init__(NUM_RETURN_CLASSES)
+        super().__init__(2 * NUM_RETURN_CLASSES)
         self._by_return = False
         self._records = PathRecords()
+        self._retained = RetainedPaths()
         self._num_pages = num_pages
         self._page_size = page_size
         self._ghosts = GhostPages(GHOSTS_PER_PAGE * num_pages)
@@ -63,6 +67,8 @@ class AdaptivePolicy(EvictionPolicy):
         # Leaves in the leading shadow, evicted last: by number of uses, and by hash.
         self._kept: list[EvictionQueue[TreeNode]] = [EvictionQueue() for _ in range(MAX_USES + 1)]
         self._kept_by_hash: dict[int, tuple[TreeNode, int]] = {}
+        # Leaves among these that the shadow lacks, by the hashes of those evicted in their place.
+        self._exchanged: dict[int, TreeNode] = {}
         self._forget_counts()
 
     def _forget_counts(self) -> None:
@@ -87,13 +93,37 @@ class AdaptivePolicy(EvictionPolicy):
         if self._kept_by_hash:
             self._release(node)
         self._queue_of(node).add(node)
+        if self._by_return:
+            self._retained.add(node, self.now_s)
 
     def discard(self, node: TreeNode) -> None:
         if self._kept_by_hash:
             self._release(node)
         self._queue_of(node).discard(node)
+        self._retained.discard(node)
 
     def next_victim(self, now: int) -> TreeNode | None:
+        """Return the first leaf of the order, or another one that is exchanged for it."""
+        leaf = self._first_of_all(now)
+        while leaf is not None and self._by_return:
+            other = self._retained.exchange(leaf, self.now_s)
+            if isinstance(other, TreeNode):
+                return other
+            self._give(leaf, other)
+            leaf = self._first_of_all(now)
+        return leaf
+
+    def _give(self, leaf: TreeNode, rank: Rank) -> None:
+        """Give the leaf the rank of one that was evicted in its place, also in the leading shadow,
+        which still has that one."""
+        self._expect(leaf, EXCHANGED + rank.return_class % EXCHANGED)
+        leaf.used_s = rank.used_s
+        num_uses = self._shadows.num_uses(rank.page_hash)
+        if num_uses is not None:
+            self._keep(leaf, num_uses)
+            self._exchanged[rank.page_hash] = leaf
+
+    def _first_of_all(self, now: int) -> TreeNode | None:
         """Return the first leaf that the leading shadow lacks; if it lacks none, the first leaf."""
         if self._shadows.has_changed or self._shadows.is_due:
             self._follow(self._shadows.read())
@@ -114,7 +144,7 @@ class AdaptivePolicy(EvictionPolicy):
     def num_kept(self, leaf: TreeNode) -> int:
         """Count the pages up to the last page with more uses in the leading shadow than the leaf's
         end; if the shadow lacks the end, up to the last page in it."""
-        if not self._shadows.has_changed:
+        if not self._shadows.has_changed or leaf is self._retained.given:
             return 0
         num_uses = self._kept_by_hash[_last_hash(leaf)][1] if self._is_kept(leaf) else -1
         return self._shadows.num_used_more(leaf.page_hashes, num_uses)
@@ -133,15 +163,23 @@ class AdaptivePolicy(EvictionPolicy):
             return max(leaves, key=self._pause_key, default=None)
         return leaves[0] if leaves else None
 
-    def _pause_key(self, leaf: TreeNode) -> tuple[float, int]:
+    def _pause_key(self, leaf: TreeNode) -> tuple[float, float, int]:
         """Order leaves by their expected pause, of equal ones the first used last."""
-        return self._pause_s(leaf), -leaf.last_access
+        return self._pause_s(leaf), -leaf.used_s, -leaf.last_access
 
     def _pause_s(self, node: TreeNode) -> float:
         return max(float(PAUSE_S[node.return_class]), self.now_s - node.used_s)
 
     def expected_pause_s(self, node: TreeNode) -> float | None:
         return self._pause_s(node) if self._by_return else None
+
+    @property
+    def retained_pages(self) -> dict[str, int]:
+        paths = self._retained
+        return {
+            "retained_pages_exchanged": paths.num_exchanged,
+            "retained_pages_evicted": paths.num_evicted,
+        }
 
     def _is_kept(self, leaf: TreeNode) -> bool:
         if not len(leaf.page_hashes):
@@ -163,10 +201,16 @@ class AdaptivePolicy(EvictionPolicy):
         for page_hash in list(self._kept_by_hash) if gone is None else gone.tolist():
             if page_hash in self._kept_by_hash:
                 self.add(self._kept_by_hash[page_hash][0])
+            leaf = self._exchanged.pop(page_hash, None)
+            if leaf is not None and self._is_kept(leaf):
+                self.add(leaf)
+        if gone is None:
+            self._exchanged.clear()
         follows_returns = self._shadows.leading_policy == RETURN
         if follows_returns != self._by_return:
             leaves = [leaf for queue in self._queues for leaf in queue.members.values()]
             super().clear()
+            self._retained.clear()
             self._by_return = follows_returns
             for leaf in leaves:
                 self.add(leaf)
@@ -207,7 +251,7 @@ class AdaptivePolicy(EvictionPolicy):
     def use(self, node: TreeNode, now: int) -> None:
         """Count a reuse and move the node to the next class."""
         self._go_along(node, now)
-        if node.return_class == REPLACED:
+        if node.return_class == REPLACED or node.return_class >= EXCHANGED:
             self._expect(node, FIRST_CLASS)
         self._num_reused[node.num_uses] += len(node.page_hashes)
         if node.num_uses < NUM_CLASSES - 1:
@@ -231,6 +275,11 @@ class AdaptivePolicy(EvictionPolicy):
             self._path_end = None
 
     def ended(self, path: Sequence[TreeNode], num_prompt: int, end: PathEnd) -> None:
+        own = retention_of(end.holder, end.keep_s, self.now_s)
+        for node in path:
+            node.retention = own.joined(node.retention)
+        if not end.is_expected:
+            return
         self._end_path()
         hashes = np.concatenate([node.page_hashes for node in path]).view(np.int64)
         expected = self._records.ended(hashes, num_prompt, path[-1], end, self.now_s)
@@ -240,11 +289,16 @@ class AdaptivePolicy(EvictionPolicy):
             while rest is not None and rest.node_id not in on_path and len(rest.children) < 2:
                 self._expect(rest, REPLACED)
                 rest = rest.parent
-        for node in path:
-            self._expect(node, expected.return_class)
+        num_shared = _num_shared(path, is_last=end.is_last)
+        for number, node in enumerate(path):
+            is_own = number >= num_shared
+            self._expect(node, expected.return_class if is_own else expected.measured_class)
         if len(expected.replaced):
             self._shadows.expect(expected.replaced, REPLACED)
-        self._shadows.expect(hashes, expected.return_class)
+        num_pages = sum(len(node.page_hashes) for node in path[:num_shared])
+        if num_pages:
+            self._shadows.expect(hashes[:num_pages], expected.measured_class)
+        self._shadows.expect(hashes[num_pages:], expected.return_class)
 
     def _expect(self, node: TreeNode, return_class: int) -> None:
         is_listed = node in self
@@ -259,6 +313,7 @@ class AdaptivePolicy(EvictionPolicy):
             self.add(leaf)  # the leading shadow may not hold the new end
         keep = keep_tokens // self._page_size
         gone = leaf.page_hashes[keep:]
+        self._retained.dropped(leaf, gone, self.now_s)
         self._ghosts.remember(gone, leaf.num_uses, leaf.last_access, now)
         self._num_left[leaf.num_uses] += len(gone)
         self._num_left_since_halved += len(gone)
@@ -272,6 +327,7 @@ class AdaptivePolicy(EvictionPolicy):
         super().audit()
         for queue in self._kept:
             queue.audit()
+        self._retained.audit()
         if sum(map(len, self._kept)) != len(self._kept_by_hash):
             raise LedgerError("leaves that the leading shadow keeps are not listed by their hash")
 
@@ -280,9 +336,11 @@ class AdaptivePolicy(EvictionPolicy):
         for queue in self._kept:
             queue.clear()
         self._kept_by_hash.clear()
+        self._exchanged.clear()
         self._ghosts.clear()
         self._shadows.clear()
         self._records.clear()
+        self._retained.clear()
         self._by_return = False
         self._path_end = None
         self._forget_counts()
@@ -291,6 +349,18 @@ class AdaptivePolicy(EvictionPolicy):
 def _last_hash(node: TreeNode) -> int:
     """Return the hash of the prefix up to the edge's end, the leaf's key in the shadows."""
     return int(node.page_hashes.view(np.int64)[-1])
+
+
+def _num_shared(path: Sequence[TreeNode], *, is_last: bool) -> int:
+    """Count the nodes of a path up to the last one on which its hints do not count: one with paths
+    of other holders or, if the conversation ended, with any other path."""
+    for number in range(len(path), 0, -1):
+        node, is_end = path[number - 1], number == len(path)
+        retention = node.retention
+        is_shared = retention is None or retention.holder is None
+        if is_shared or (is_last and len(node.children) > (not is_end)):
+            return number
+    return 0
 
 
 def _runs(num_uses: Int64Array, page_size: int) -> list[UseRun]:

@@ -126,6 +126,12 @@ class EvictionPolicy:
         order the evictions."""
         return None
 
+    @property
+    def retained_pages(self) -> dict[str, int]:
+        """Return the numbers of pages evicted in place of retained ones, and of retained pages
+        evicted, by name."""
+        return {"retained_pages_exchanged": 0, "retained_pages_evicted": 0}
+
     def num_kept(self, leaf: TreeNode) -> int:
         """Return the pages of the next victim's edge to keep until another leaf is chosen."""
         return 0

@@ -8,7 +8,8 @@ after a tool call. A request sent before the former answer ended, such as anothe
 prompt, tells nothing of the pauses.
 
 A client's forecast of a pause replaces the mean. Forecasts are corrected by the mean error of their
-tenant's earlier ones, so they order the paths of one tenant and gain nothing from another's.
+tenant's earlier ones that were too short, so they gain nothing from another tenant's paths. Those
+that were too long correct nothing: otherwise they would make others of the tenant shorter.
 
 Pauses are counted in quarters of octaves: a *class* of expected return. Classes come from a table
 of square roots, so all hosts compute the same ones.
@@ -17,6 +18,7 @@ of square roots, so all hosts compute the same ones.
 import weakref
 from bisect import bisect_right
 from collections import OrderedDict
+from collections.abc import Hashable
 from itertools import accumulate, repeat
 from math import sqrt
 from operator import mul
@@ -28,11 +30,12 @@ from sgl_jax.mem_cache.eviction.ghost_pages import Int64Array
 from sgl_jax.mem_cache.tree_node import TreeNode
 
 NUM_RETURN_CLASSES = 64
-REPLACED = 0  # the rest of a path after its conversation took another one
+REPLACED = 0  # the rest of a path after its conversation took another one, or ended
+EXCHANGED = NUM_RETURN_CLASSES  # and up: classes that other paths had (`retained_paths.py`)
 _SHORTEST = NUM_RETURN_CLASSES - 1  # pauses of a second or less
 _PAUSES_S = list(accumulate(repeat(sqrt(sqrt(2.0)), _SHORTEST - 1), mul, initial=1.0))
 # The expected pause of each class in seconds; a replaced rest is never expected.
-PAUSE_S = np.array([np.inf, *reversed(_PAUSES_S)])
+PAUSE_S = np.array(2 * [np.inf, *reversed(_PAUSES_S)])
 _FIRST_PAUSE_S = 60.0
 _FINAL_CLASSES = 8  # four times as long
 _KEPT_PART = 0.7  # weight of the former mean
@@ -46,7 +49,9 @@ _NO_PAGES = np.zeros(0, np.int64)
 class PathEnd(NamedTuple):
     """The end of a request's answer: `prompt_len` tokens, arrived at `arrived_s`. `is_final` if no
     tool is called; `pause_s` if the client said when the next request comes; `agent` if it sent the
-    conversation's id, with its namespace. Forecasts are compared with the pauses by `tenant`."""
+    conversation's id, with its namespace, or with `is_family` the id of a group of conversations.
+    Forecasts are compared with the pauses by `tenant`. The client wants the path kept for `keep_s`;
+    with `is_last`, the conversation ended. Nothing is recorded unless it `is_expected`."""
 
     prompt_len: int
     arrived_s: float
@@ -54,12 +59,23 @@ class PathEnd(NamedTuple):
     pause_s: float | None = None
     agent: tuple[str, str] | None = None
     tenant: str = ""
+    is_family: bool = False
+    keep_s: float = 0.0
+    is_last: bool = False
+    is_expected: bool = True
+
+    @property
+    def holder(self) -> Hashable:
+        """Return whose paths its hints order: the tenant's, or one agent's among anonymous ones."""
+        return self.tenant or self.agent or ""
 
 
 class PathReturn(NamedTuple):
-    """The class of a path, the hashes of its former path that it lacks, and that path's leaf."""
+    """The class of a path, and its class without hints of the client, for pages that others use,
+    too; the hashes of its former path that it lacks, and that path's leaf."""
 
     return_class: int
+    measured_class: int
     replaced: Int64Array
     former: TreeNode | None
 
@@ -127,7 +143,7 @@ class PathRecords:
         """Record the end of an answer at `leaf`, the end of a path with these hashes, of which the
         first `num_prompt` are the prompt's."""
         if not num_prompt:
-            return PathReturn(FIRST_CLASS, _NO_PAGES, None)
+            return PathReturn(FIRST_CLASS, FIRST_CLASS, _NO_PAGES, None)
         prompt, owner = hashes[:num_prompt].tolist(), (end.agent, end.tenant)
         record = self._find(prompt, owner)
         replaced, former = _NO_PAGES, None
@@ -138,7 +154,7 @@ class PathRecords:
                 pause_class = class_of(end.arrived_s - record.ended_s)
                 record.mean = _KEPT_PART * record.mean + (1 - _KEPT_PART) * pause_class
                 if record.forecast is not None:
-                    self._note_error(end.tenant, pause_class - record.forecast)
+                    self._note_error(end.tenant, min(pause_class - record.forecast, 0))
                 replaced = _not_in(record, hashes)
             if len(replaced):
                 former = record.leaf()
@@ -147,16 +163,17 @@ class PathRecords:
         record.first, record.num_pages = prompt[0], len(hashes)
         record.tail = hashes[-_TAIL_PAGES:].copy()
         record.keys = [*_keys(prompt)]
-        if end.agent is not None:
+        if end.agent is not None and not end.is_family:
             record.keys.append(None)
-        self._remember(record)
-        expected = record.mean - _FINAL_CLASSES * end.is_final
+        measured = return_class = _rounded(record.mean - _FINAL_CLASSES * end.is_final)
         record.forecast = None
+        if end.is_last:
+            return PathReturn(REPLACED, measured, replaced, former)
+        self._remember(record)
         if end.pause_s is not None:
             record.forecast = class_of(end.pause_s)
-            expected = record.forecast + self._errors.get(end.tenant, 0.0)
-        return_class = min(max(round(expected), REPLACED + 1), _SHORTEST)
-        return PathReturn(return_class, replaced, former)
+            return_class = _rounded(record.forecast + self._errors.get(end.tenant, 0.0))
+        return PathReturn(return_class, measured, replaced, former)
 
     def _note_error(self, tenant: str, error: float) -> None:
         mean = self._errors.pop(tenant, 0.0)
@@ -190,6 +207,10 @@ class PathRecords:
                 del own[key]
         if not own:
             self._by_owner.pop(record.owner, None)
+
+
+def _rounded(expected: float) -> int:
+    return min(max(round(expected), REPLACED + 1), _SHORTEST)
 
 
 def _keys(prompt: list[int]) -> list[int]:

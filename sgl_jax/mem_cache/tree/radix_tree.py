@@ -320,6 +320,7 @@ class RadixTree:
         upper = self._new_node(key, parent, lower.child_key, namespace)
         upper.last_access, upper.num_uses = lower.last_access, lower.num_uses
         upper.used_s, upper.return_class = lower.used_s, lower.return_class
+        upper.retention = lower.retention
         upper.was_cut = True
         if self.resumable is not None:
             upper.read.last_access, upper.read.num_uses = lower.read.last_access, lower.num_uses
@@ -360,6 +361,8 @@ class RadixTree:
         parent = parent_of(upper)
         for component in self.components:
             component.merge(upper, lower)
+        if upper.retention is not None:
+            lower.retention = (lower.retention or upper.retention).joined(upper.retention)
         lower.key = joined(upper.key, lower.key)
         lower.page_hashes = joined(upper.page_hashes, lower.page_hashes)
         lower.parent = parent

@@ -23,12 +23,13 @@ from sgl_jax.core.request_limits import one_namespace
 from sgl_jax.server.admin.openapi import answers
 from sgl_jax.server.answer_stream import json_response
 from sgl_jax.server.engine_calls import call_engine, refused
-from sgl_jax.server.fields import StrictModel, User
+from sgl_jax.server.fields import User
 from sgl_jax.server.guards.bodies import JsonRoute
 from sgl_jax.server.guards.connection import unless_gone
 from sgl_jax.server.guards.keys import SessionOwner, owner_of, tenant_of
 from sgl_jax.server.references import references_of
 from sgl_jax.server.shared_reads import reads_of
+from sgl_jax.server.strict_model import StrictModel
 
 router = APIRouter(route_class=JsonRoute)
 

@@ -11,7 +11,8 @@ from pydantic import Field
 
 from sgl_jax.core.errors import ContextLengthError
 from sgl_jax.server.chat_request import ChatMessage, ChatRequest, FunctionName
-from sgl_jax.server.fields import Items, StrictModel
+from sgl_jax.server.fields import Items
+from sgl_jax.server.strict_model import StrictModel
 
 _CLEARED = "[Old tool result cleared]"
 _DEFAULT_TRIGGER_TOKENS = 100_000  # Anthropic's default, like the next

@@ -34,25 +34,19 @@ from sgl_jax.server.errors import (
     messages_error,
     refuse_abort,
 )
-from sgl_jax.server.fields import (
-    Items,
-    Part,
-    RequestFields,
-    StopStrings,
-    StrictModel,
-    User,
-    in_range,
-)
+from sgl_jax.server.fields import Items, RequestFields, StopStrings, User, in_range
 from sgl_jax.server.guards.bodies import JsonRoute
+from sgl_jax.server.hint_fields import MarkedPart, longest_mark
 from sgl_jax.server.offered_tools import HostedTool, tool_kind
 from sgl_jax.server.references import References, references_of
 from sgl_jax.server.requests import encode_chat
+from sgl_jax.server.strict_model import Part, StrictModel
 from sgl_jax.text.call_arguments import readable_part
 
 _MAX_BLOCKS = 16_384
 
 
-class TextBlock(Part):
+class TextBlock(MarkedPart):
     """A piece of text; images and documents are not supported."""
 
     type: Literal["text"]
@@ -66,7 +60,7 @@ class ThinkingBlock(Part):
     thinking: str
 
 
-class ToolUseBlock(Part):
+class ToolUseBlock(MarkedPart):
     type: Literal["tool_use"]
     id: str
     name: str
@@ -76,7 +70,7 @@ class ToolUseBlock(Part):
 _Text = str | Annotated[Items[TextBlock], Field(max_length=_MAX_BLOCKS)]
 
 
-class ToolResultBlock(Part):
+class ToolResultBlock(MarkedPart):
     type: Literal["tool_result"]
     tool_use_id: str
     content: _Text = ""
@@ -92,7 +86,7 @@ class Message(StrictModel):
     content: str | Annotated[Items[Block], Field(max_length=_MAX_BLOCKS)]
 
 
-class MessagesTool(Part):
+class MessagesTool(MarkedPart):
     """A tool that the model may call."""
 
     type: Literal["custom"] = "custom"
@@ -181,6 +175,7 @@ class CountTokensBody(RequestFields):
         last, choice, output = messages[-1], self.tool_choice, self.output_config
         given: dict[str, Any] = {
             "user": self.user or (self.metadata and self.metadata.user_id),
+            "cache_control": longest_mark([self, self.tools, self.system, self.messages]),
             "metadata": None,
             "messages": messages,
             "continue_final_message": last["role"] == "assistant" and not last.get("tool_calls"),
@@ -226,10 +221,10 @@ def _chat_messages(message: Message) -> Iterator[dict[str, Any]]:
 
 
 class CacheCreation(Struct, frozen=True):
-    """The tokens written to the cache. It keeps no prefix for a given time, so none for an hour."""
+    """The tokens written to the cache, by the longest `ttl` of the prompt's marks."""
 
     ephemeral_5m_input_tokens: int
-    ephemeral_1h_input_tokens: int = 0
+    ephemeral_1h_input_tokens: int
 
 
 class MessagesUsage(Struct, frozen=True):
@@ -329,6 +324,8 @@ class MessagesFormat(PartsFormat):
     ) -> None:
         """Set up the format. `applied`: edits of the conversation, to be reported at the end."""
         super().__init__(refs, chat)
+        mark = chat.cache_control if refs.args.expects_returns else None
+        self._is_kept_for_an_hour = mark is not None and mark.ttl == "1h"
         self._report = {} if applied is None else {"context_management": {"applied_edits": applied}}
 
     def event(self, index: int, chunk: Chunk, stream: RequestStream) -> bytes:
@@ -378,11 +375,12 @@ class MessagesFormat(PartsFormat):
         created, page_size = 0, self._refs.frontend.facts.page_size
         if not self._refs.args.disable_radix_cache:
             created = max((num_prompt - 1) // page_size * page_size - cached, 0)
+        in_hour = created if self._is_kept_for_an_hour else 0
         return MessagesUsage(
             input_tokens=num_prompt - cached - created,
             cache_read_input_tokens=cached,
             cache_creation_input_tokens=created,
-            cache_creation=CacheCreation(created),
+            cache_creation=CacheCreation(created - in_hour, in_hour),
             output_tokens=num_output_tokens,
         )
 

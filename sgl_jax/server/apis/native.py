@@ -23,7 +23,6 @@ from sgl_jax.server.fields import (
     RequestFields,
     SamplingFields,
     SessionParams,
-    StrictModel,
     TokenIds,
     in_range,
     refuse_several,
@@ -33,6 +32,7 @@ from sgl_jax.server.guards.bodies import JsonRoute
 from sgl_jax.server.guards.keys import caller_of
 from sgl_jax.server.references import References, references_of
 from sgl_jax.server.requests import admit, prompt_requests
+from sgl_jax.server.strict_model import StrictModel
 from sgl_jax.text.tokenizer import Tokenizer
 
 NativeLogprob = tuple[float | None, int, str | None]  # log-probability, token id, text

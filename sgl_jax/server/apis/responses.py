@@ -30,7 +30,7 @@ from sgl_jax.server.chat_request import (
     joined_text,
 )
 from sgl_jax.server.errors import ApiError
-from sgl_jax.server.fields import Items, Metadata, Part, RequestFields, StrictModel, in_range
+from sgl_jax.server.fields import Items, Metadata, RequestFields, in_range
 from sgl_jax.server.guards.bodies import JsonRoute
 from sgl_jax.server.guards.keys import caller_of, tenant_of
 from sgl_jax.server.offered_tools import (
@@ -42,6 +42,7 @@ from sgl_jax.server.offered_tools import (
     tool_kind,
 )
 from sgl_jax.server.references import references_of
+from sgl_jax.server.strict_model import Part, StrictModel
 
 _Id = Annotated[str, Field(max_length=256)]
 # The fields of a `ChatMessage`.

@@ -14,11 +14,12 @@ from sgl_jax.server.admin.openapi import answers
 from sgl_jax.server.answer_stream import json_response
 from sgl_jax.server.apis.openai import token_text
 from sgl_jax.server.chat_request import ChatMessage, ChatRequest, Tool, ToolList
-from sgl_jax.server.fields import ForEach, Items, StrictModel, TokenIds
+from sgl_jax.server.fields import ForEach, Items, TokenIds
 from sgl_jax.server.guards.bodies import JsonRoute
 from sgl_jax.server.guards.connection import LoopShare
 from sgl_jax.server.references import References, references_of
 from sgl_jax.server.requests import encode_chat, encode_texts
+from sgl_jax.server.strict_model import StrictModel
 
 router = APIRouter(tags=["text"], route_class=JsonRoute)
 _CHAT_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")

@@ -17,13 +17,14 @@ from sgl_jax.memory_view.frames import ViewFacts
 from sgl_jax.server.admin.openapi import answers
 from sgl_jax.server.answer_stream import BODY, START, json_response
 from sgl_jax.server.errors import ApiError
-from sgl_jax.server.fields import StrictModel, TokenIds
+from sgl_jax.server.fields import TokenIds
 from sgl_jax.server.guards.bodies import JsonRoute
 from sgl_jax.server.guards.connection import BackpressuredSend, while_connected
 from sgl_jax.server.memory.memory_watch import MemoryWatch
 from sgl_jax.server.references import references_of
 from sgl_jax.server.requests import encode_texts
 from sgl_jax.server.shared_reads import reads_of
+from sgl_jax.server.strict_model import StrictModel
 
 router = APIRouter(tags=["management"], route_class=JsonRoute)
 

@@ -130,6 +130,10 @@ def test_forecasts_are_corrected_by_the_errors_of_their_tenant() -> None:
     assert abs(liar.return_class - class_of(64.0)) <= 1
     honest = talk.end([7, 8], now_s, now_s, pause_s=1.0, tenant="honest")
     assert honest.return_class == class_of(1.0)
+    for _ in range(50):  # too long forecasts do not earn shorter ones
+        talk.end(prompt, now_s, now_s, pause_s=86_400.0, tenant="mixed")
+        now_s += 64.0
+    assert talk.end(prompt, now_s, now_s, pause_s=300.0, tenant="mixed")[0] == class_of(300.0)
     for i in range(_MAX_TENANTS + 9):
         talk.records._note_error(str(i), 1.0)
     assert len(talk.records._errors) == _MAX_TENANTS
