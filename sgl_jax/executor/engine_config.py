@@ -76,7 +76,7 @@ class EngineConfig(NamedTuple):
             raise ValueError("scales of an 8-bit KV cache are of heads, and latents have none")
         if model.has_unlike_heads and (args.kv_cache_scales or _stores_kv_scales(model)):
             raise ValueError(
-                "scales of an 8-bit KV cache are not supported for models with heads of unlike sizes"
+                "scales of an 8-bit KV cache are not supported for heads of unlike sizes"
             )
         if args.enable_deterministic_inference:
             _check_invariant(args, model)

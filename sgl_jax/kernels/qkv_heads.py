@@ -6,10 +6,10 @@ and V once and writes each of them once.
 
 In the product, a token's heads are side by side in lanes: for each KV head its queries, its key and
 its value. It may have no values, which are then made of keys before their norm and rotation, or
-neither, for a layer that reads another layer's cache. K and V are returned in the same layout, which the cache's write reads. The queries of a
-token are returned as a matrix [q_heads, head_dim]: each head's queries are first stored to vector
-memory with a stride of one matrix, in float32, since rows of fewer than 32 bits cannot be stored
-with a stride.
+neither, for a layer that reads another layer's cache. K and V are returned in the same layout,
+which the cache's write reads. The queries of a token are returned as a matrix [q_heads, head_dim]:
+each head's queries are first stored to vector memory with a stride of one matrix, in float32, since
+rows of fewer than 32 bits cannot be stored with a stride.
 
 Grid: one step for each block of tokens. Everything is computed in float32 and rounded once.
 
@@ -166,7 +166,9 @@ def _kernel(
                 places = shape.group, shape.group + shape.kv_parts - 1
                 key, value = (qkv[tokens, shape.columns(head, place)] for place in places)
                 k[tokens, own] = _rotated(_normalised(key, k_norm), *angles).astype(k.dtype)
-                v[tokens, own] = value if v_norm is None else _normalised(value, v_norm).astype(v.dtype)
+                v[tokens, own] = (
+                    value if v_norm is None else _normalised(value, v_norm).astype(v.dtype)
+                )
             for n in range(shape.group):
                 query = _normalised(qkv[tokens, shape.columns(head, n)], q_norm)
                 _spread(by_token, head * shape.group + n, at_once, _rotated(query, *angles))

@@ -95,7 +95,8 @@ class Attention(nnx.Module):
         `qkv` is split by its outputs, `output` by its inputs. `gate` multiplies each query's result
         and is split by its outputs, in the order of the heads. `qkv_heads` computes the inputs of
         the kernel `attend`. The norms apply to queries and keys before rotation, and to values.
-        `sinks` are [num_heads], and not in `scores`. `has_kv_scales` adds the scales of an 8-bit cache.
+        `sinks` are [num_heads], and not in `scores`. `has_kv_scales` adds the scales of an 8-bit
+        cache.
         """
         self.heads = heads
         self.qkv = qkv

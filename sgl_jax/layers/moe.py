@@ -55,9 +55,7 @@ def gelu_gated(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 
 # Keys: names in config files.
-GATED: Mapping[str, Gated] = MappingProxyType(
-    {"silu": silu_gated, "gelu_pytorch_tanh": gelu_gated}
-)
+GATED: Mapping[str, Gated] = MappingProxyType({"silu": silu_gated, "gelu_pytorch_tanh": gelu_gated})
 
 
 def clamped_swiglu(gate: jax.Array, up: jax.Array, *, limit: float, alpha: float) -> jax.Array:
@@ -194,7 +192,9 @@ class MixtureOfExperts(nnx.Module):
         self.weighs_inputs = weighs_inputs
         self.input_norm = input_norm
         self.router_scale = router_scale
-        self.expert_scales = None if expert_scales is None else parameter(expert_scales, jnp.float32, initial="ones")
+        self.expert_scales = (
+            None if expert_scales is None else parameter(expert_scales, jnp.float32, initial="ones")
+        )
 
     def __call__(
         self,
@@ -206,8 +206,9 @@ class MixtureOfExperts(nnx.Module):
         """Map x [T, hidden] to (the sums [T, hidden], the tokens' experts, int32 [top_k, T]).
 
         The sums are of this chip's share of the tokens (`own_share`) if it `scatters`.
-        `norm` normalises the inputs of router and experts, or only the router's. Padding, where `is_token` bool [T] is
-        False, gets the number `num_experts` instead of experts, so that none are loaded for it.
+        `norm` normalises the inputs of router and experts, or only the router's. Padding, where
+        `is_token` bool [T] is False, gets the number `num_experts` instead of experts, so that none
+        are loaded for it.
         `copies` are the slots of the experts; None if they are in order.
         """
         normed, weights, experts = self._choose(x, norm, is_token)
@@ -317,7 +318,7 @@ class MixtureOfExperts(nnx.Module):
 
 
 class MLPWithExperts(nnx.Module):
-    """A dense feed-forward layer, and experts of the same input; each is normalised, then summed."""
+    """The sum of a dense feed-forward layer and of experts, both normalised, of the same input."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ from sgl_jax.models.config_fields import (
     switch,
 )
 from sgl_jax.models.draft_names import DRAFT_NAMES, DraftNames
-from sgl_jax.models.gemma4_config import PerLayerEmbeddings, read_per_layer_embeddings
+from sgl_jax.models.gemma4_config import HeadSizes, PerLayerEmbeddings, read_per_layer_embeddings
 from sgl_jax.models.known_fields import check_architecture, refuse_unknown_fields
 from sgl_jax.models.layer_specs import LayerSpec, read_latent, read_layers
 from sgl_jax.models.moe_config import MoeConfig
@@ -103,10 +103,13 @@ class ModelConfig:
 
     def of_layer(self, spec: LayerSpec) -> "ModelConfig":
         """Return the config with the sizes of a layer in place of the model's."""
-        sizes: dict[str, int] = {} if spec.heads is None else vars(spec.heads)
-        if spec.mlp_width is not None:
-            sizes = sizes | {"intermediate_size": spec.mlp_width}
-        return replace(self, **sizes) if sizes else self
+        heads = spec.heads or HeadSizes(self.num_kv_heads, self.head_dim)
+        return replace(
+            self,
+            num_kv_heads=heads.num_kv_heads,
+            head_dim=heads.head_dim,
+            intermediate_size=spec.mlp_width or self.intermediate_size,
+        )
 
     @property
     def has_unlike_heads(self) -> bool:

@@ -401,10 +401,13 @@ class CausalLM(nnx.Module):
         own = self.architecture
         tied_head = self.lm_head is None and tensor == own.head_tensor
         layer = re.match(rf"{re.escape(own.body)}layers\.(\d+)\.", tensor)
-        if layer and int(layer[1]) >= self.config.num_layers:
-            if own.has_further_layers:
-                return True
-        elif layer and self.config.layers[int(layer[1])].cache_source is not None:
-            if tensor[layer.end() :].startswith(own.unused_in_sharing_layers):
-                return True
+        if layer and self._is_unread(int(layer[1]), tensor[layer.end() :]):
+            return True
         return tied_head or tensor.endswith(_SPARE_SUFFIX) or tensor.startswith(own.spare_prefixes)
+
+    def _is_unread(self, layer: int, name: str) -> bool:
+        own = self.architecture
+        if layer >= self.config.num_layers:
+            return own.has_further_layers
+        reads_other = self.config.layers[layer].cache_source is not None
+        return reads_other and name.startswith(own.unused_in_sharing_layers)

@@ -14,7 +14,6 @@ from sgl_jax.models.config_fields import (
     is_int,
     object_field,
     positive_int,
-    required,
     switch,
 )
 from sgl_jax.models.rope_config import FULL, LayerKind

@@ -114,7 +114,9 @@ def attention(
         else None
         for x in "qk"
     )
-    v_norm = Ones((config.head_dim,)) if normalises_values and heads.num_kv_parts else None
+    v_norm = None
+    if normalises_values and heads.num_kv_parts:
+        v_norm = RMSNorm(Ones((config.head_dim,)), config.rms_norm_eps, options.dtype)
     return Attention(
         heads,
         linear(spec, options, qkv, "outputs", bias if has_bias else None),
@@ -124,7 +126,7 @@ def attention(
         qkv_heads=options.kernels.qkv_heads,
         q_norm=q_norm,
         k_norm=k_norm,
-        v_norm=v_norm and RMSNorm(v_norm, config.rms_norm_eps, options.dtype),
+        v_norm=v_norm,
         scores=ScoreOptions(
             *(config.score_scale, spec.sliding_window, config.score_soft_cap),
             is_chunked=spec.is_chunked,
