@@ -6,6 +6,8 @@ from sgl_jax.core.layer_configs import MXFP4_GROUP
 from sgl_jax.executor.engine_config import EngineConfig
 from sgl_jax.models.placement import place_model
 from sgl_jax.planner.arguments import parse_plan_request
+from sgl_jax.planner.engine_programs import engine_programs
+from sgl_jax.planner.estimate import device_bytes
 from sgl_jax.planner.memory import (
     plan_memory,
     requests_without_sharing,
@@ -57,11 +59,14 @@ def test_a_model_without_windows_is_compared_with_nothing():
 
 
 def test_shared_caches_leave_room_for_twice_as_many_requests():
-    words = ["--model-path", "gemma-4-e2b", "--topology", "v6e-1", "--max-running-requests", "64"]
+    words = ["--model-path", "gemma-4-e2b", "--topology", "v6e-1"]
     request = parse_plan_request([*words, "--input-len", "7168", "--output-len", "1024"])
     plan = plan_memory(request)
     assert plan.kv_token_bytes == 18432  # 15 of 35 layers
     assert plan.num_requests > 2 * requests_without_sharing(request) > 0
+    mesh = topology_mesh(request.topology, 1, 1)
+    engine = engine_programs(request.args, request.config, mesh, plan.pool_pages)
+    assert device_bytes(engine, request).kv_token_bytes == 43008  # that all layers read
 
 
 @pytest.mark.parametrize("tp_size", [8, 16, 32])
