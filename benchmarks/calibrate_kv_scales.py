@@ -134,6 +134,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = ModelConfig.from_path(args.model_path)
         if config.latent is not None:
             raise ValueError("scales of an 8-bit KV cache are of heads, and latents have none")
+        if config.has_unlike_heads:
+            raise ValueError(
+                "scales of an 8-bit KV cache are not supported for heads of unlike sizes"
+            )
         prompts = read_prompts(options, args)
         k, v = kv_absmax(args, prompts, options.output_len)
         scales = ScalesByHead.fitting(k, v, options.margin)

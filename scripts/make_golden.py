@@ -28,6 +28,10 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4Config,
+    Gemma4ForCausalLM,
+    Gemma4ForConditionalGeneration,
+    Gemma4TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     GptOssConfig,
@@ -173,6 +177,22 @@ QWEN3_VL = TINY | {
         "rope_theta": 100.0,
         "mrope_section": [2, 2, 2],
         "mrope_interleaved": True,
+    },
+}
+# Other heads, and another rotation, in layers without windows.
+GEMMA4 = TINY | {
+    "head_dim": 12,
+    "global_head_dim": 20,
+    "final_logit_softcapping": 9.0,
+    "sliding_window": 9,
+    "pad_token_id": 0,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional",
+            "rope_theta": 1000.0,
+            "partial_rotary_factor": 0.4,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     },
 }
 GLM_EXPERTS = {
@@ -528,6 +548,38 @@ MODELS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig]] = {
             },
         ),
     ),
+    # Embeddings by layer; the last four layers read the caches of the second and of the third.
+    "gemma4": (
+        Gemma4ForCausalLM,
+        Gemma4TextConfig(
+            **GEMMA4,
+            num_hidden_layers=7,
+            layer_types=["sliding_attention"] + ["sliding_attention", "full_attention"] * 3,
+            num_kv_shared_layers=4,
+            use_double_wide_mlp=True,
+            hidden_size_per_layer_input=6,
+            vocab_size_per_layer_input=130,
+        ),
+    ),
+    # Experts; values are the keys of layers without windows.
+    "gemma4_moe": (
+        Gemma4ForConditionalGeneration,
+        Gemma4Config(
+            text_config=GEMMA4
+            | {
+                "num_hidden_layers": 5,
+                "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+                "num_global_key_value_heads": 1,
+                "attention_k_eq_v": True,
+                "use_bidirectional_attention": "vision",
+                "hidden_size_per_layer_input": 0,
+                "enable_moe_block": True,
+                "num_experts": 5,
+                "top_k_experts": 2,
+                "moe_intermediate_size": 12,
+            },
+        ),
+    ),
 }
 
 
@@ -550,7 +602,11 @@ def randomise(model: PreTrainedModel) -> None:
             weight.data = torch.randn_like(weight)
         if name.endswith("A_log"):
             weight.data = torch.empty_like(weight).uniform_(0.005, 0.2).log()
+        if name.endswith(("router.scale", "router.per_expert_scale")):
+            weight.data = torch.empty_like(weight).uniform_(0.5, 2.0)
     for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.uniform_(0.5, 1.5)
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(0.2 * torch.randn_like(buffer))
 

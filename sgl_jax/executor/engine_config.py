@@ -74,14 +74,16 @@ class EngineConfig(NamedTuple):
                     raise ValueError(f"{flag(name)} {value} needs a model with experts")
         if model.latent is not None and (args.kv_cache_scales or _stores_kv_scales(model)):
             raise ValueError("scales of an 8-bit KV cache are of heads, and latents have none")
+        if model.has_unlike_heads and (args.kv_cache_scales or _stores_kv_scales(model)):
+            raise ValueError(
+                "scales of an 8-bit KV cache are not supported for heads of unlike sizes"
+            )
         if args.enable_deterministic_inference:
             _check_invariant(args, model)
         groups = model.cache_groups()
         paged = [group for group in groups if not group.is_recurrent]
-        num_layers = {group.pool: len(group.layers) for group in paged}
-        pool_layouts = tuple(
-            _pool_layout(args, model, num_layers[pool]) for pool in range(len(num_layers))
-        )
+        in_pools = {group.pool: group for group in paged}
+        pool_layouts = tuple(_pool_layout(args, model, in_pools[i]) for i in range(len(in_pools)))
         buckets = choose_buckets(args, platform)
         states = _state_layout(args, model, groups)
         placement = placement_for(args, model)
@@ -392,10 +394,11 @@ def _decode_steps(args: ServerArgs, model: ModelConfig) -> str:
     return args.num_decode_steps
 
 
-def _pool_layout(args: ServerArgs, model: ModelConfig, num_layers: int) -> KVPoolLayout:
-    own = model.latent
+def _pool_layout(args: ServerArgs, model: ModelConfig, group: CacheGroup) -> KVPoolLayout:
+    """Return the contents of a page of `group`, one of those that share a pool."""
+    own, model = model.latent, model.of_layer(model.all_layers[group.layers[0]])
     return KVPoolLayout(
-        num_layers=num_layers,
+        num_layers=len(group.layers),
         num_kv_heads=replicated_kv_heads(model.num_heads, model.num_kv_heads, args.tp_size),
         page_size=args.page_size,
         head_dim=latent_row_size(own.rank, own.rope_dim) if own else model.head_dim,

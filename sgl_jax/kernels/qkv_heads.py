@@ -5,15 +5,16 @@ and more in a chunk of prompt tokens. Here it is one Pallas kernel, which reads 
 and V once and writes each of them once.
 
 In the product, a token's heads are side by side in lanes: for each KV head its queries, its key and
-its value. K and V are returned in the same layout, which the cache's write reads. The queries of a
-token are returned as a matrix [q_heads, head_dim]: each head's queries are first stored to vector
-memory with a stride of one matrix, in float32, since rows of fewer than 32 bits cannot be stored
-with a stride.
+its value. It may have no values, which are then made of keys before their norm and rotation, or
+neither, for a layer that reads another layer's cache. K and V are returned in the same layout,
+which the cache's write reads. The queries of a token are returned as a matrix [q_heads, head_dim]:
+each head's queries are first stored to vector memory with a stride of one matrix, in float32, since
+rows of fewer than 32 bits cannot be stored with a stride.
 
 Grid: one step for each block of tokens. Everything is computed in float32 and rounded once.
 
 Buffers, with R tokens at a time, S the query heads of a token padded to whole registers:
-    qkv       [block, kv_heads * (group + 2) * D]   copied by the grid, as are all but by_token
+    qkv       [block, kv_heads * (group + parts) * D]   copied by the grid, as are all but by_token
     cos, sin  float32 [block, D / 2]
     q         [block, q_heads, D]
     k, v      [block, kv_heads * D]
@@ -55,6 +56,7 @@ class _Shape(NamedTuple):
     kv_heads: int
     group: int
     head_dim: int
+    kv_parts: int  # heads next to a KV head's queries
 
     @property
     def q_heads(self) -> int:
@@ -62,7 +64,7 @@ class _Shape(NamedTuple):
 
     def columns(self, kv_head: int, index: int) -> slice:
         """Return the columns of a KV head's query `index`; its key and value follow its queries."""
-        first = (kv_head * (self.group + 2) + index) * self.head_dim
+        first = (kv_head * (self.group + self.kv_parts) + index) * self.head_dim
         return slice(first, first + self.head_dim)
 
 
@@ -78,25 +80,29 @@ def rotated_heads(
     sin: jax.Array,
     q_norm: HeadNorm | None,
     k_norm: HeadNorm | None,
+    v_norm: HeadNorm | None = None,
     *,
     group: int,
     head_dim: int,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Split Q, K and V, normalise queries and keys if they have norms, and rotate them.
+    num_kv_parts: int = 2,
+) -> tuple[jax.Array, ...]:
+    """Split Q, K and V, normalise those with norms, and rotate queries and keys.
 
     Args:
-        qkv: [T, kv_heads * (group + 2) * head_dim]; for each KV head, its queries, key and value.
+        qkv: [T, kv_heads * (group + num_kv_parts) * head_dim]; for each KV head, its queries, key
+            and value.
         cos, sin: float32 [T, head_dim / 2] of each token's angles.
-        q_norm, k_norm: the norms of queries and of keys, or None.
+        q_norm, k_norm, v_norm: the norms of queries, of keys and of values, or None.
         group: number of queries per KV head.
         head_dim: a multiple of 128.
+        num_kv_parts: 2, or 1 if keys give values, too, or 0 if there are only queries.
 
     Returns:
-        q [T, kv_heads * group, head_dim], k and v [T, kv_heads * head_dim]; in qkv's dtype.
+        q [T, kv_heads * group, head_dim], k and v [T, kv_heads * head_dim], or q; in qkv's dtype.
     """
     num_tokens, width = qkv.shape
-    kv_heads = width // ((group + 2) * head_dim)
-    shape = _Shape(kv_heads, group, head_dim)
+    kv_heads = width // ((group + num_kv_parts) * head_dim)
+    shape = _Shape(kv_heads, group, head_dim, num_kv_parts)
     block = block_tokens(num_tokens, width * qkv.dtype.itemsize)
     at_once = math.gcd(block, TOKENS_AT_ONCE)
     stride = -(-shape.q_heads // SUBLANES) * SUBLANES
@@ -108,8 +114,9 @@ def rotated_heads(
         return jax.ShapeDtypeStruct((num_tokens, *dims), qkv.dtype)
 
     inputs = (qkv, cos, sin)
-    results = (array(shape.q_heads, head_dim), *[array(kv_heads * head_dim)] * 2)
-    norms = (q_norm, k_norm)
+    num_kv = 2 if num_kv_parts else 0
+    results = (array(shape.q_heads, head_dim), *[array(kv_heads * head_dim)] * num_kv)
+    norms = (q_norm, k_norm, v_norm)
     weights = tuple(None if norm is None else norm.weight.reshape(1, -1) for norm in norms)
     whole = pl.BlockSpec((1, head_dim), lambda i: (0, 0))
     kernel = pl.pallas_call(
@@ -118,7 +125,7 @@ def rotated_heads(
             shape=shape,
             norms=tuple(None if norm is None else norm._replace(weight=None) for norm in norms),
         ),
-        name=PLAIN_NAME if q_norm is k_norm is None else NORMALISED_NAME,
+        name=PLAIN_NAME if q_norm is k_norm is v_norm is None else NORMALISED_NAME,
         out_shape=[results],
         grid=(-(-num_tokens // block),),
         in_specs=[
@@ -128,8 +135,8 @@ def rotated_heads(
         out_specs=[tuple(by_token(*x.shape[1:]) for x in results)],
         scratch_shapes=[pltpu.VMEM((head_dim // LANES, at_once * stride, LANES), jnp.float32)],
     )
-    ((q, k, v),) = kernel(inputs, weights)
-    return q, k, v
+    (heads,) = kernel(inputs, weights)
+    return tuple(heads)
 
 
 def _kernel(
@@ -141,9 +148,9 @@ def _kernel(
     shape: _Shape,
     norms: tuple[HeadNorm | None, ...],
 ) -> None:
-    (qkv, cos, sin), (q, k, v) = inputs, results
+    (qkv, cos, sin), (q, *kv) = inputs, results
     at_once = math.gcd(qkv.shape[0], TOKENS_AT_ONCE)
-    q_norm, k_norm = (
+    q_norm, k_norm, v_norm = (
         None if norm is None else norm._replace(weight=_factor(weight, norm.from_one))
         for weight, norm in zip(weights, norms, strict=True)
     )
@@ -154,9 +161,14 @@ def _kernel(
         angles = _twice(cos[tokens], 1.0), _twice(sin[tokens], -1.0)
         for head in range(shape.kv_heads):
             own = slice(head * shape.head_dim, (head + 1) * shape.head_dim)
-            key, value = (qkv[tokens, shape.columns(head, shape.group + n)] for n in range(2))
-            k[tokens, own] = _rotated(_normalised(key, k_norm), *angles).astype(k.dtype)
-            v[tokens, own] = value
+            if kv:
+                k, v = kv
+                places = shape.group, shape.group + shape.kv_parts - 1
+                key, value = (qkv[tokens, shape.columns(head, place)] for place in places)
+                k[tokens, own] = _rotated(_normalised(key, k_norm), *angles).astype(k.dtype)
+                v[tokens, own] = (
+                    value if v_norm is None else _normalised(value, v_norm).astype(v.dtype)
+                )
             for n in range(shape.group):
                 query = _normalised(qkv[tokens, shape.columns(head, n)], q_norm)
                 _spread(by_token, head * shape.group + n, at_once, _rotated(query, *angles))

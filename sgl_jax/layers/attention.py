@@ -9,6 +9,7 @@ from sgl_jax.kernels.attention.batch import AttentionBatch, ScoreOptions
 from sgl_jax.layers.head_sources import Heads
 from sgl_jax.layers.linear import Linear
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS
+from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.parameter import parameter
 from sgl_jax.layers.qkv_heads import HeadsNorm, QKVHeads, xla_qkv_heads
 from sgl_jax.layers.rotary import Rotation, scale_queries
@@ -67,7 +68,8 @@ class Attention(nnx.Module):
     """Rotary attention over the paged KV cache.
 
     The projections of Q, K and V are one matrix, [hidden, num_kv * kv_width] (`FusedHeads`): for
-    each KV head its queries, its key, its value. So related heads stay together for any number of
+    each KV head its queries, its key, its value. Some layers have no values of their own, or no
+    keys either (`Heads.num_kv_parts`). So related heads stay together for any number of
     chips. It is a matrix and not an array of heads because a TPU would copy such an array, in every
     step, into a layout for multiplication.
     """
@@ -83,6 +85,7 @@ class Attention(nnx.Module):
         qkv_heads: QKVHeads = xla_qkv_heads,
         q_norm: HeadsNorm | None = None,
         k_norm: HeadsNorm | None = None,
+        v_norm: RMSNorm | None = None,
         scores: ScoreOptions,
         sinks: Source | None = None,
         has_kv_scales: bool = False,
@@ -91,8 +94,9 @@ class Attention(nnx.Module):
 
         `qkv` is split by its outputs, `output` by its inputs. `gate` multiplies each query's result
         and is split by its outputs, in the order of the heads. `qkv_heads` computes the inputs of
-        the kernel `attend`. The norms apply to queries and keys before rotation. `sinks` are
-        [num_heads], and not in `scores`. `has_kv_scales` adds the scales of an 8-bit cache.
+        the kernel `attend`. The norms apply to queries and keys before rotation, and to values.
+        `sinks` are [num_heads], and not in `scores`. `has_kv_scales` adds the scales of an 8-bit
+        cache.
         """
         self.heads = heads
         self.qkv = qkv
@@ -100,6 +104,7 @@ class Attention(nnx.Module):
         self.gate = gate
         self.q_norm = q_norm
         self.k_norm = k_norm
+        self.v_norm = v_norm
         self.kv_scales = KVScales(heads.num_kv) if has_kv_scales else None
         self.scores = scores
         self.sinks = None if sinks is None else parameter(sinks, jnp.float32, TENSOR_AXIS)
@@ -115,9 +120,12 @@ class Attention(nnx.Module):
         layer: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
         """Map x [T, hidden] to (result [T, hidden], kv_cache with this layer's new K and V)."""
-        q, k, v = self.qkv_heads(self.qkv(x), self.heads, self.q_norm, self.k_norm, by)
+        norms = self.q_norm, self.k_norm, self.v_norm
+        q, k, v = self.qkv_heads(self.qkv(x), self.heads, norms, by)
         q = scale_queries(q, by)
         if self.kv_scales is not None:
+            assert k is not None
+            assert v is not None
             q, k, v = self.kv_scales.before(q, k, v)
         scores = self.scores
         if self.sinks is not None:

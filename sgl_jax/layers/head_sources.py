@@ -54,6 +54,9 @@ class Heads:
     head_dim: int
     num_turned: int | None = None  # rotated dimensions; None: all
     pairs_neighbours: bool = False  # the checkpoint's dimensions 2i and 2i + 1 rotate together
+    # Projections next to the queries': 2, or 1 if keys are values, too, or 0 if the layer reads
+    # another layer's cache.
+    num_kv_parts: int = 2
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -70,7 +73,7 @@ class Heads:
     @property
     def kv_width(self) -> int:
         """Return the columns of a KV head in `FusedHeads`: its queries, its key, its value."""
-        return (self.group + 2) * self.head_dim
+        return (self.group + self.num_kv_parts) * self.head_dim
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,8 @@ class HeadVectors(Source):
 class FusedHeads(Source):
     """Q, K and V projections side by side, [*inputs, num_kv * kv_width]; see `layers.attention`.
 
+    Some heads have no V, or neither K nor V (`Heads.num_kv_parts`).
+
     They are stored as three tensors, q as [num_q * head_dim, *inputs], k and v as [num_stored_kv *
     head_dim, *inputs], where `inputs` is (hidden,) for a weight and () for a bias; or as one
     tensor, with the rows of q, then of k, then of v. If the mesh has more KV heads than the
@@ -132,7 +137,7 @@ class FusedHeads(Source):
 
     @property
     def plain_shape(self) -> Shape:
-        num_heads = self.heads.num_q + 2 * self.heads.num_stored_kv
+        num_heads = self.heads.num_q + self.heads.num_kv_parts * self.heads.num_stored_kv
         return (*self.inputs, num_heads * self.heads.head_dim)
 
     def quantized(self, part: MatrixPart) -> Source:
@@ -149,10 +154,10 @@ class FusedHeads(Source):
 
     @property
     def _rows(self) -> tuple[int, ...]:
-        """Return the numbers of rows of q, k and v."""
+        """Return the numbers of rows of q, and of k and v if there are."""
         kv_rows = self.heads.num_stored_kv * self.heads.head_dim
         q_rows = self.heads.num_q * self.heads.head_dim * (2 if self.has_gates else 1)
-        return q_rows, kv_rows, kv_rows
+        return q_rows, *[kv_rows] * self.heads.num_kv_parts
 
     def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
         *inputs, columns = index
@@ -160,7 +165,8 @@ class FusedHeads(Source):
         assert columns.start % width == columns.stop % width == 0
         first, stop = columns.start // width, columns.stop // width
         sizes = [part.stop - part.start for part in inputs]
-        fused = np.empty((stop - first, heads.group + 2, heads.head_dim, *sizes), out.dtype)
+        group, num_parts = heads.group, heads.num_kv_parts
+        fused = np.empty((stop - first, group + num_parts, heads.head_dim, *sizes), out.dtype)
 
         keys, starts = self._keys(prefix), np.cumsum([0, *self._rows]).tolist()
 
@@ -172,15 +178,15 @@ class FusedHeads(Source):
             tensor = tensors.read(key, (rows, *inputs))
             return tensor.reshape(stop - first, stride, *sizes)[:, : heads.head_dim]
 
-        group = heads.group
         q = read(0, first * group, stop * group, has_gates=self.has_gates)
-        fused[:, : heads.group] = q.reshape(-1, heads.group, *q.shape[1:])
+        fused[:, :group] = q.reshape(-1, group, *q.shape[1:])
         copies = heads.num_kv // heads.num_stored_kv
         first_stored = first // copies
-        for part in (1, 2):
+        for part in range(1, 1 + num_parts):
             stored = read(part, first_stored, (stop - 1) // copies + 1)
             fused[:, group + part - 1] = stored[np.arange(first, stop) // copies - first_stored]
         if heads.order != tuple(range(heads.head_dim)):
+            assert num_parts == 2, "values are not in another order"
             fused[:, :-1] = fused[:, :-1, list(heads.order)]
         out[...] = np.moveaxis(fused.reshape(-1, *sizes), 0, -1)
 
@@ -188,7 +194,7 @@ class FusedHeads(Source):
         """Copy KV heads; each copy has a part of the group of query heads."""
         heads, inputs = self.heads, self.inputs
         grouped = plain.reshape(*inputs, heads.num_stored_kv, -1, heads.head_dim)
-        q, kv = grouped[..., :-2, :], grouped[..., -2:, :]
+        q, kv = jnp.split(grouped, [grouped.shape[-2] - heads.num_kv_parts], axis=-2)
         q = q.reshape(*inputs, heads.num_kv, heads.group, heads.head_dim)
         kv = jnp.repeat(kv, heads.num_kv // heads.num_stored_kv, axis=-3)
         return jnp.concatenate([q, kv], axis=-2).reshape(self.shape)

@@ -7,7 +7,8 @@ three weights: a slice of it is often not a multiple of the 128 lanes of a row o
 and arrays without such a last axis are copied on their way into a kernel (docs/inside/kernels.md).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
@@ -46,6 +47,15 @@ from sgl_jax.layers.sources import Source
 def silu_gated(gate: jax.Array, up: jax.Array) -> jax.Array:
     """Return silu(gate) * up (arXiv 2002.05202)."""
     return jax.nn.silu(gate) * up
+
+
+def gelu_gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Return gelu(gate) * up, with the tanh approximation of gelu."""
+    return jax.nn.gelu(gate) * up
+
+
+# Keys: names in config files.
+GATED: Mapping[str, Gated] = MappingProxyType({"silu": silu_gated, "gelu_pytorch_tanh": gelu_gated})
 
 
 def clamped_swiglu(gate: jax.Array, up: jax.Array, *, limit: float, alpha: float) -> jax.Array:
@@ -155,6 +165,9 @@ class MixtureOfExperts(nnx.Module):
         shared: SharedExpert | None = None,
         scatters: bool = False,
         weighs_inputs: bool = False,
+        input_norm: RMSNorm | None = None,
+        router_scale: float = 1.0,
+        expert_scales: Source | None = None,
     ) -> None:
         """Declare the layer.
 
@@ -162,7 +175,8 @@ class MixtureOfExperts(nnx.Module):
         three have biases or none. Their rows may be padded from hidden with zeros. `choice_bias`,
         [experts], is added to the router's scores only for the choice. `scatters`: each chip gets
         its share of the tokens' sums. `weighs_inputs`: weights multiply experts' inputs, not their
-        results.
+        results. `input_norm` normalises experts' inputs if they have another norm than the router.
+        `router_scale` multiplies the router's inputs, `expert_scales`, [experts], its weights.
         """
         self.router = router
         self.gate = gate
@@ -176,6 +190,11 @@ class MixtureOfExperts(nnx.Module):
         self.shared = shared
         self.scatters = scatters
         self.weighs_inputs = weighs_inputs
+        self.input_norm = input_norm
+        self.router_scale = router_scale
+        self.expert_scales = (
+            None if expert_scales is None else parameter(expert_scales, jnp.float32, initial="ones")
+        )
 
     def __call__(
         self,
@@ -187,11 +206,13 @@ class MixtureOfExperts(nnx.Module):
         """Map x [T, hidden] to (the sums [T, hidden], the tokens' experts, int32 [top_k, T]).
 
         The sums are of this chip's share of the tokens (`own_share`) if it `scatters`.
-        `norm` normalises the inputs of router and experts. Padding, where `is_token` bool [T] is
-        False, gets the number `num_experts` instead of experts, so that none are loaded for it.
+        `norm` normalises the inputs of router and experts, or only the router's. Padding, where
+        `is_token` bool [T] is False, gets the number `num_experts` instead of experts, so that none
+        are loaded for it.
         `copies` are the slots of the experts; None if they are in order.
         """
-        x, weights, experts = self._choose(x, norm, is_token)
+        normed, weights, experts = self._choose(x, norm, is_token)
+        x = normed if self.input_norm is None else self.input_norm(x)
         own_part = self._own_experts(x, weights, experts, copies)
         if self.shared is not None:
             own_part = own_part + self.shared.own_part(x)
@@ -213,10 +234,15 @@ class MixtureOfExperts(nnx.Module):
         def choose(matrices: jax.Array, layer: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
             constants = self.choice, norm.eps, norm.from_one
             arrays = [None if bias is None else bias[...] for bias in biases]
-            own = Router(*constants, norm.weight[...], matrices, *arrays)
+            factors = norm.weight[...] * self.router_scale
+            own = Router(*constants, factors, matrices, *arrays)
             return self.moves.choose(x, own, layer, is_token)
 
-        return use_stacks((router,), choose)
+        normed, weights, experts = use_stacks((router,), choose)
+        if self.expert_scales is not None:  # by comparisons, as in `ExpertCopies.chosen`
+            is_chosen = experts[:, None] == jnp.arange(self.num_experts)[:, None]
+            weights *= jnp.sum(jnp.where(is_chosen, self.expert_scales[...][:, None], 0), axis=1)
+        return normed, weights, experts
 
     def _own_experts(
         self, x: jax.Array, weights: jax.Array, experts: jax.Array, copies: ExpertCopies | None
@@ -289,3 +315,34 @@ class MixtureOfExperts(nnx.Module):
             is_of = (line >= stops - sizes) & (line < stops)
             gate, up = gate + self.gate.biases(is_of), up + self.up.biases(is_of)
         return self.moves.gate(self.gated, gate, up, lines)
+
+
+class MLPWithExperts(nnx.Module):
+    """The sum of a dense feed-forward layer and of experts, both normalised, of the same input."""
+
+    def __init__(
+        self,
+        mlp: GatedMLP,
+        mlp_norm: RMSNorm,
+        experts: MixtureOfExperts,
+        router_norm: RMSNorm,
+        experts_norm: RMSNorm,
+    ) -> None:
+        """Declare the layer; `mlp_norm` and `experts_norm` normalise results."""
+        self.mlp = mlp
+        self.mlp_norm = mlp_norm
+        self.experts = experts
+        self.router_norm = router_norm
+        self.experts_norm = experts_norm
+
+    def __call__(
+        self,
+        x: jax.Array,
+        norm: RMSNorm,
+        is_token: jax.Array,
+        copies: ExpertCopies | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Map x as `MixtureOfExperts` does; `norm` normalises the dense layer's input."""
+        dense = self.mlp_norm(self.mlp(norm(x)))
+        sums, experts = self.experts(x, self.router_norm, is_token, copies)
+        return dense + self.experts_norm(sums), experts

@@ -32,6 +32,7 @@ from sgl_jax.models.config_fields import (
     switch,
 )
 from sgl_jax.models.draft_names import DRAFT_NAMES, DraftNames
+from sgl_jax.models.gemma4_config import HeadSizes, PerLayerEmbeddings, read_per_layer_embeddings
 from sgl_jax.models.known_fields import check_architecture, refuse_unknown_fields
 from sgl_jax.models.layer_specs import LayerSpec, read_latent, read_layers
 from sgl_jax.models.moe_config import MoeConfig
@@ -85,6 +86,7 @@ class ModelConfig:
     # The layer that drafts tokens, see `DraftLayer`; None if it is unused or missing.
     draft_layer: LayerSpec | None = None
     eagle3: "Eagle3Head | None" = None  # the head that has `draft_layer`
+    per_layer_embeddings: PerLayerEmbeddings | None = None
 
     @property
     def num_layers(self) -> int:
@@ -96,8 +98,22 @@ class ModelConfig:
 
     @property
     def num_attention_layers(self) -> int:
-        """Return the number of layers with KV, including the draft layer."""
+        """Return the number of layers that read KV, including the draft layer."""
         return sum(spec.recurrence is None for spec in self.all_layers)
+
+    def of_layer(self, spec: LayerSpec) -> "ModelConfig":
+        """Return the config with the sizes of a layer in place of the model's."""
+        heads = spec.heads or HeadSizes(self.num_kv_heads, self.head_dim)
+        return replace(
+            self,
+            num_kv_heads=heads.num_kv_heads,
+            head_dim=heads.head_dim,
+            intermediate_size=spec.mlp_width or self.intermediate_size,
+        )
+
+    @property
+    def has_unlike_heads(self) -> bool:
+        return any(spec.heads is not None for spec in self.layers)
 
     @property
     def moe(self) -> MoeConfig | None:
@@ -120,23 +136,37 @@ class ModelConfig:
         """Return layers grouped by the tokens they need.
 
         Full attention comes first, then windows from wide to narrow, then recurrent layers. Groups
-        with equally many layers share a pool; the first group has the first pool. States have a
-        separate pool. The draft layer has the number after the model's last layer.
+        with equally many layers of like heads share a pool; the first group has the first pool.
+        States have a separate pool. The draft layer has the number after the model's last layer.
+        Layers that read another layer's cache are in no group.
         """
         by_window: dict[int | None, list[int]] = {}
         recurrent = tuple(i for i, spec in enumerate(self.layers) if spec.recurrence)
         for layer, spec in enumerate(self.all_layers):
-            if spec.recurrence is None:
+            if spec.recurrence is None and spec.cache_source is None:
                 by_window.setdefault(spec.sliding_window, []).append(layer)
         windows = sorted(by_window, key=lambda w: -math.inf if w is None else -w)
-        pools = list(dict.fromkeys(len(by_window[window]) for window in windows))
+        pages = {w: (len(own), self.all_layers[own[0]].heads) for w, own in by_window.items()}
+        pools = list(dict.fromkeys(pages[window] for window in windows))
         groups = [
-            CacheGroup(window, pools.index(len(by_window[window])), tuple(by_window[window]))
+            CacheGroup(window, pools.index(pages[window]), tuple(by_window[window]))
             for window in windows
         ]
         if recurrent:
             groups.append(CacheGroup(LAST_VALUE, len(pools), recurrent, is_recurrent=True))
         return tuple(groups)
+
+    def cache_of(self, layer: int) -> tuple[int, int]:
+        """Return a layer's cache group, and its place, or its source's, among the group's layers.
+
+        The draft layer has the number after the model's last layer.
+        """
+        source = self.all_layers[layer].cache_source
+        own = layer if source is None else source
+        group, layers = next(
+            (i, group.layers) for i, group in enumerate(self.cache_groups()) if own in group.layers
+        )
+        return group, layers.index(own)
 
     @property
     def draft_names(self) -> DraftNames | None:
@@ -253,6 +283,7 @@ class ModelConfig:
             quantization=quantization,
             layers=_layers(raw, head_dim, max_positions, quantization),
             brings_draft_layer=raw.get("num_nextn_predict_layers") != 0,
+            per_layer_embeddings=read_per_layer_embeddings(raw),
         )
 
 
@@ -293,14 +324,16 @@ def _check_token_ids(source: Mapping[str, Any], file: str, vocab_size: int) -> N
 
 def _layers(
     raw: Mapping[str, Any],
-    head_dim: int,
+    usual_head_dim: int,
     max_positions: int,
     quantization: QuantizationConfig | None,
 ) -> tuple[LayerSpec, ...]:
     layers = read_layers(raw, max_positions)
     if quantization is not None:
         layers = _quantized(layers, quantization)
-    for rope in {spec.rope for spec in layers if spec.rope and not spec.latent}:
+    ropes = {(spec.rope, spec.heads) for spec in layers if spec.rope and not spec.latent}
+    for rope, heads in ropes:
+        head_dim = heads.head_dim if heads else usual_head_dim
         if rope.num_dims(head_dim) % 2 or not rope.num_dims(head_dim):
             raise ModelConfigError(
                 f"partial_rotary_factor ({rope.share}) of head_dim ({head_dim}) must be an even "

@@ -30,6 +30,35 @@ _GEMMA3 = {
     "rope_theta": 1e6,
     "rope_local_base_freq": 10000.0,
 }
+_GEMMA4 = {
+    "vocab_size": 262144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size_per_layer_input": 256,
+    "max_position_embeddings": 131072,
+    "norm_topk_prob": True,
+    "rms_norm_eps": 1e-6,
+    "eos_token_id": 1,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 1,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1e6,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "vocab_size_per_layer_input": 262144,
+}
 _GPT_OSS = {
     "attention_bias": True,
     "head_dim": 64,
@@ -187,6 +216,8 @@ _LLAMA4 = {
 # Other names of fields, by architecture.
 _ALIASES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
+        "Gemma4ForCausalLM": {"num_experts_per_tok": "top_k_experts"},
+        "Gemma4ForConditionalGeneration": {"num_experts_per_tok": "top_k_experts"},
         "GptOssForCausalLM": {"moe_intermediate_size": "intermediate_size"},
         "Llama4ForCausalLM": {
             "moe_intermediate_size": "intermediate_size",
@@ -205,6 +236,8 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
         "Gemma3ForCausalLM": _GEMMA3,
         "Gemma3ForConditionalGeneration": _GEMMA3,
+        "Gemma4ForCausalLM": _GEMMA4,
+        "Gemma4ForConditionalGeneration": _GEMMA4,
         "Glm4MoeForCausalLM": _GLM4_MOE,
         "GptOssForCausalLM": _GPT_OSS,
         "Llama4ForCausalLM": _LLAMA4,
@@ -232,6 +265,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 _TEXT_PART = "text_config"
 _WITH_TEXT_PART = (
     "Gemma3ForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",
     "Llama4ForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
@@ -319,6 +353,11 @@ def chooses_qk_norm(raw: Mapping[str, Any]) -> bool:
 def has_chunks(raw: Mapping[str, Any]) -> bool:
     """Return True for architectures with attention to the tokens of a chunk."""
     return "attention_chunk_size" in _DEFAULTS.get(text_architecture(raw), {})
+
+
+def has_head_sizes_by_layer(raw: Mapping[str, Any]) -> bool:
+    """Return True for architectures whose layers may have heads of unlike sizes."""
+    return "global_head_dim" in _DEFAULTS.get(text_architecture(raw), {})
 
 
 def has_latents(raw: Mapping[str, Any]) -> bool:

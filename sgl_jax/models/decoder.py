@@ -33,6 +33,7 @@ from sgl_jax.layers.mesh_axes import (
 from sgl_jax.layers.moe import ExpertCopies, copy_keys, count_experts, join_counts
 from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.parameter import stack_layers
+from sgl_jax.layers.per_layer_embedding import PerLayerEmbedding
 from sgl_jax.layers.rotary import Rotation, query_scales, rotation
 from sgl_jax.layers.sampling.split_logits import SplitLogits
 from sgl_jax.layers.sources import Padded, Source, Tensor, row_size
@@ -120,6 +121,11 @@ class Architecture(NamedTuple):
     head: str = "lm_head"
     spare_prefixes: tuple[str, ...] = ()  # prefixes of tensors that no parameter needs
     has_further_layers: bool = False  # the checkpoint's layers after the last are not read
+    # Prefixes, in a layer that reads another layer's cache, of tensors that it does not need.
+    unused_in_sharing_layers: tuple[str, ...] = ()
+    declare_per_layer_embedding: Callable[
+        [ModelConfig, BuildOptions, str], PerLayerEmbedding | None
+    ] = lambda *_: None
 
     @property
     def embeddings_tensor(self) -> str:
@@ -168,6 +174,7 @@ class CausalLM(nnx.Module):
         table = Padded(vectors, rows, axis=0)
         head = Tensor(architecture.head_tensor, (hidden, vocab), transposed=True)
         self.embedding = Embedding(table, vocab, hidden, dtype, is_head=tied)
+        self.per_layer = architecture.declare_per_layer_embedding(config, options, body)
         norm = Tensor(f"{body}norm.weight", (hidden,))
         self.norm = RMSNorm(norm, config.rms_norm_eps, dtype, from_one=architecture.norms_from_one)
         self.lm_head = None if tied else LMHead(Padded(head, rows, axis=1), vocab, dtype)
@@ -215,6 +222,7 @@ class CausalLM(nnx.Module):
         memories: tuple[Any, ...] = (*kv_pools, states) if is_recurrent else kv_pools
         reads = self._reads(batches, state_batch)
         hidden = self._embed(token_ids)
+        vectors = None if self.per_layer is None else self.per_layer(token_ids, hidden)
         terms = (hidden, jnp.zeros_like(hidden)) if self.defers_sum else (hidden,)
         keys = copy_keys(token_ids, batches[0].positions) if self.placement else None
         is_token, counts = batches[0].valid, []
@@ -223,7 +231,7 @@ class CausalLM(nnx.Module):
             captured = jnp.zeros((self.num_captured + 1, *hidden.shape), hidden.dtype)
         carry = _Carry(terms, memories, captured)
         for segment in self.scan_segments:
-            carry, own = self._run(segment, carry, is_token, keys, reads)
+            carry, own = self._run(segment, carry, is_token, keys, reads, vectors)
             counts.append(own)
         hidden = self._whole(self.norm(reduce(jnp.add, carry.terms)), len(token_ids))
         states = carry.memories[-1] if is_recurrent else None
@@ -267,18 +275,15 @@ class CausalLM(nnx.Module):
             [T, hidden_size], the input of `draft_logits` for the tokens two positions ahead; the
             pools.
         """
-        spec, number = self.config.draft_layer, self.config.num_layers
+        spec = self.config.draft_layer
         assert self.draft_layer is not None
         assert spec is not None
-        index, group = next(
-            (i, own) for i, own in enumerate(self.cache_groups) if number in own.layers
-        )
-        batch, pools = batches[index], list(kv_pools)
+        index, place = self.config.cache_of(self.config.num_layers)
+        pool, batch, pools = self.cache_groups[index].pool, batches[index], list(kv_pools)
         reads = self._rotation(spec, batch.positions), batch
         vectors = self._scaled(self.embedding(token_ids))
-        place = jnp.int32(group.layers.index(number))
-        rest = (batch.valid, reads, pools[group.pool], place)
-        hidden, pools[group.pool] = self.draft_layer(vectors, hidden, *rest)
+        rest = (batch.valid, reads, pools[pool], jnp.int32(place))
+        hidden, pools[pool] = self.draft_layer(vectors, hidden, *rest)
         return hidden, tuple(pools)
 
     def _embed(self, token_ids: jax.Array) -> jax.Array:
@@ -297,21 +302,22 @@ class CausalLM(nnx.Module):
     ) -> list[tuple[Any, ...]]:
         rotations: dict[Any, Rotation] = {}  # equal ones are computed once
         for spec in self.config.layers:
-            key = spec.rope, spec.query_scale
+            key = spec.rope, spec.query_scale, spec.heads
             if spec.recurrence is None and key not in rotations:
                 rotations[key] = self._rotation(spec, batches[0].positions)
-        group_of = {
-            layer: number for number, own in enumerate(self.cache_groups) for layer in own.layers
-        }
         return [
             (state_batch,)
             if spec.recurrence
-            else (rotations[spec.rope, spec.query_scale], batches[group_of[layer]])
+            else (
+                rotations[spec.rope, spec.query_scale, spec.heads],
+                batches[self.config.cache_of(layer)[0]],
+            )
             for layer, spec in enumerate(self.config.layers)
         ]
 
     def _rotation(self, spec: LayerSpec, positions: jax.Array) -> Rotation:
-        size, rope, scale = self.config.rope_head_dim, spec.rope, spec.query_scale
+        size = self.config.of_layer(spec).rope_head_dim
+        rope, scale = spec.rope, spec.query_scale
         # Without rotation all angles are 0.
         frequencies = rope.inverse_frequencies(size) if rope else np.zeros(0, np.float32)
         factor = rope.attention_factor if rope else 1.0
@@ -328,10 +334,11 @@ class CausalLM(nnx.Module):
         is_token: jax.Array,
         keys: jax.Array | None,
         reads: Sequence[tuple[Any, ...]],
+        vectors: jax.Array | None,
     ) -> tuple[_Carry, jax.Array | None]:
         """Run all layers of a segment; return the carry and each iteration's `count_experts`.
 
-        `reads` has an entry for every layer of the model.
+        `reads` has an entry for every layer of the model, as have `vectors`, their embeddings.
         """
         places = range(segment.first, segment.first + segment.period)
         split = {place: nnx.split(self.layers[str(place)]) for place in places}
@@ -349,10 +356,12 @@ class CausalLM(nnx.Module):
                 gather_over_data(layer)
                 pool, first, step = remembered[place]
                 hidden = reduce(jnp.add, terms)
-                captured = self._capture(captured, hidden, place + turn * segment.period)
+                number = place + turn * segment.period
+                captured = self._capture(captured, hidden, number)
                 copies = ExpertCopies.of_layer(slots[place - segment.first], turn, keys)
                 rest = (is_token, copies, reads[place], memories[pool], first + turn * step)
-                hidden, delta, memories[pool], experts = layer(hidden, *rest)
+                own = None if vectors is None else vectors[number]
+                hidden, delta, memories[pool], experts = layer(hidden, *rest, own)
                 terms = (hidden, delta) if self.defers_sum else (hidden + delta,)
                 chosen.append(experts)
             carry = _Carry(terms, tuple(memories), captured)
@@ -366,14 +375,13 @@ class CausalLM(nnx.Module):
         """Return where the layers at `place` of a period store KV or states.
 
         It is their group's pool, the index of the first of them in the group, and the number of the
-        group's layers per period.
+        group's layers per period; 0 for layers that all read one layer's cache.
         """
+        number, first = self.config.cache_of(place)
+        group = self.cache_groups[number]
         places = range(segment.first, segment.first + segment.period)
-        for group in self.cache_groups:
-            if place in group.layers:
-                step = sum(layer in group.layers for layer in places)
-                return group.pool, group.layers.index(place), step
-        raise AssertionError(f"layer {place} is in no cache group")
+        step = sum(layer in group.layers for layer in places) if place in group.layers else 0
+        return group.pool, first, step
 
     def logits(self, hidden: jax.Array) -> SplitLogits:
         """Map hidden [n, hidden_size] to logits of this chip's slice of the vocabulary."""
@@ -393,6 +401,13 @@ class CausalLM(nnx.Module):
         own = self.architecture
         tied_head = self.lm_head is None and tensor == own.head_tensor
         layer = re.match(rf"{re.escape(own.body)}layers\.(\d+)\.", tensor)
-        if own.has_further_layers and layer and int(layer[1]) >= self.config.num_layers:
+        if layer and self._is_unread(int(layer[1]), tensor[layer.end() :]):
             return True
         return tied_head or tensor.endswith(_SPARE_SUFFIX) or tensor.startswith(own.spare_prefixes)
+
+    def _is_unread(self, layer: int, name: str) -> bool:
+        own = self.architecture
+        if layer >= self.config.num_layers:
+            return own.has_further_layers
+        reads_other = self.config.layers[layer].cache_source is not None
+        return reads_other and name.startswith(own.unused_in_sharing_layers)

@@ -16,8 +16,9 @@ from sgl_jax.layers.gated_delta_net import GatedDeltaNet
 from sgl_jax.layers.latent_attention import LatentAttention
 from sgl_jax.layers.linear import GatedMLP
 from sgl_jax.layers.mesh_axes import join_shares
-from sgl_jax.layers.moe import ExpertCopies, MixtureOfExperts
+from sgl_jax.layers.moe import ExpertCopies, MixtureOfExperts, MLPWithExperts
 from sgl_jax.layers.norm import RMSNorm
+from sgl_jax.layers.per_layer_embedding import PerLayerGate
 
 
 class DecoderLayer(nnx.Module):
@@ -31,15 +32,18 @@ class DecoderLayer(nnx.Module):
         input_norm: RMSNorm | None,
         attention: Attention | LatentAttention | GatedDeltaNet,
         post_attention_norm: RMSNorm | None,
-        mlp: GatedMLP | MixtureOfExperts,
+        mlp: GatedMLP | MixtureOfExperts | MLPWithExperts,
         *,
         attended_norm: RMSNorm | None = None,
         mlp_output_norm: RMSNorm | None = None,
+        per_layer_gate: PerLayerGate | None = None,
+        scale: nnx.Param[Any] | None = None,
     ) -> None:
         """Declare the layer.
 
         `post_attention_norm` normalises the feed-forward layer's input, and experts need it; the
-        last two normalise the outputs of attention and of the feed-forward layer.
+        other two normalise the outputs of attention and of the feed-forward layer.
+        `per_layer_gate` adds a term of the layer's embedding; `scale`, [1], multiplies the result.
         """
         self.input_norm = input_norm
         self.attention = attention
@@ -47,6 +51,8 @@ class DecoderLayer(nnx.Module):
         self.mlp = mlp
         self.attended_norm = attended_norm
         self.mlp_output_norm = mlp_output_norm
+        self.per_layer_gate = per_layer_gate
+        self.scale = scale
 
     def __call__(
         self,
@@ -56,6 +62,7 @@ class DecoderLayer(nnx.Module):
         reads: tuple[Any, ...],
         memory: Any,
         layer: jax.Array,
+        vectors: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, Any, jax.Array | None]:
         """Run the layer on hidden [T, hidden_size].
 
@@ -63,6 +70,7 @@ class DecoderLayer(nnx.Module):
         sequence-parallel. Attention reads its tokens' rotations and an `AttentionBatch`, and its
         memory is a KV pool; a recurrence reads a `StateBatch`, and its memory is `LayerStates`.
         `is_token` is bool [T], False for padding. `layer` is the layer's index in the memory.
+        `vectors` are [T, size], the tokens' embeddings of this layer, for `per_layer_gate`.
 
         Returns:
             Two terms with the new hidden state as their sum, the memory, and the experts of the
@@ -78,7 +86,15 @@ class DecoderLayer(nnx.Module):
         else:
             assert norm is not None
             added, experts = mlp(self._whole(hidden, is_token), norm, is_token, copies)
-        return hidden, normalised(added, self.mlp_output_norm), memory, experts
+        added = normalised(added, self.mlp_output_norm)
+        if self.per_layer_gate is not None:
+            assert vectors is not None
+            hidden = hidden + added
+            added = self.per_layer_gate(hidden, vectors)
+        if self.scale is not None:
+            scale = self.scale[...]
+            hidden, added = hidden * scale, added * scale
+        return hidden, added, memory, experts
 
     def _whole(self, x: jax.Array, is_token: jax.Array) -> jax.Array:
         return join_shares(x, len(is_token)) if self.attention.output.scatters else x

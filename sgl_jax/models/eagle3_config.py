@@ -48,6 +48,8 @@ def with_eagle3_head(model: ModelConfig, folder: Path) -> ModelConfig:
         raise ModelConfigError(f"--speculative-draft-model-path: no config.json in {str(folder)!r}")
     if model.latent is not None:
         raise ModelConfigError("EAGLE3 is not supported for models with latent attention")
+    if model.has_unlike_heads:
+        raise ModelConfigError("EAGLE3 is not supported for models with heads of unlike sizes")
     raw = read_json(file)
     try:
         head = _head(raw, model)

@@ -42,6 +42,12 @@ _GEMMA3 = _names(
     """attn_logit_softcapping final_logit_softcapping hidden_activation query_pre_attn_scalar
     rope_local_base_freq"""
 )
+_GEMMA4 = _names(
+    """attention_k_eq_v enable_moe_block final_logit_softcapping global_head_dim hidden_activation
+    hidden_size_per_layer_input layer_types moe_intermediate_size num_experts num_experts_per_tok
+    num_global_key_value_heads num_kv_shared_layers per_layer_config sliding_window top_k_experts
+    use_double_wide_mlp vocab_size_per_layer_input"""
+)
 _DRAFT_LAYER = _names("num_nextn_predict_layers")
 _HYBRID = _DRAFT_LAYER | _names(
     """attn_output_gate full_attention_interval layer_types linear_conv_kernel_dim
@@ -93,6 +99,8 @@ _FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
         "DeepseekV3ForCausalLM": _DEEPSEEK,
         "Gemma3ForCausalLM": _WINDOWS | _GEMMA3,
         "Gemma3ForConditionalGeneration": _WINDOWS | _GEMMA3,
+        "Gemma4ForCausalLM": _GEMMA4,
+        "Gemma4ForConditionalGeneration": _GEMMA4,
         "Glm4MoeForCausalLM": _GLM4_MOE,
         "GptOssForCausalLM": _WINDOWS | _GPT_OSS,
         "Llama4ForCausalLM": _LLAMA4,
@@ -142,10 +150,11 @@ _IGNORED = _names(
     use_return_dict"""
 )
 _IMAGES = _names(
-    """audio_config boi_token_index eoi_token_index image_token_id image_token_index
-    language_model_only mm_tokens_per_image multimodal_projector_bias projector_hidden_act
-    spatial_merge_size text_config video_token_id vision_config vision_end_token_id
-    vision_feature_layer vision_start_token_id"""
+    """audio_config audio_token_id boa_token_id boi_token_id boi_token_index eoa_token_index
+    eoi_token_id eoi_token_index image_token_id image_token_index language_model_only
+    mm_tokens_per_image multimodal_projector_bias projector_hidden_act spatial_merge_size
+    text_config video_token_id vision_config vision_end_token_id vision_feature_layer
+    vision_soft_tokens_per_image vision_start_token_id"""
 )
 # Fields that transformers does not read for an architecture, although published configs have them.
 _IGNORED_OF: Mapping[str, frozenset[str]] = MappingProxyType(
@@ -181,8 +190,18 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "topk_group": (1,),
     }
 )
+_NEUTRAL_GEMMA4: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "norm_topk_prob": (True,),
+        "query_pre_attn_scalar": (1,),
+        "sliding_window_pattern": (6,),
+        "use_bidirectional_attention": ("vision",),  # between the tokens of an image
+    }
+)
 _NEUTRAL_OF: Mapping[str, Mapping[str, tuple[Any, ...]]] = MappingProxyType(
     {
+        "Gemma4ForCausalLM": _NEUTRAL_GEMMA4,
+        "Gemma4ForConditionalGeneration": _NEUTRAL_GEMMA4,
         "MiniMaxM2ForCausalLM": {
             "attn_type_list": (1,),
             "layernorm_full_attention_beta": (1,),

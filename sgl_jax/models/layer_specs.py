@@ -10,6 +10,7 @@ from typing import Any
 from sgl_jax.core.layer_configs import GatedDeltaConfig, LatentConfig
 from sgl_jax.models.config_defaults import (
     has_chunks,
+    has_head_sizes_by_layer,
     has_latents,
     is_hybrid,
     leaves_layers_unrotated,
@@ -19,6 +20,12 @@ from sgl_jax.models.config_fields import (
     is_int,
     positive_int,
     switch,
+)
+from sgl_jax.models.gemma4_config import (
+    HeadSizes,
+    check_rope_by_kind,
+    read_cache_sources,
+    read_head_sizes,
 )
 from sgl_jax.models.moe_config import MoeConfig, read_moe
 from sgl_jax.models.quantization import Rule
@@ -48,6 +55,10 @@ class LayerSpec:
     query_scale: QueryScale | None = None  # None: queries do not depend on positions
     # Attention is to the tokens since the last multiple of `sliding_window`.
     is_chunked: bool = False
+    heads: HeadSizes | None = None  # None: the model's
+    values_are_keys: bool = False  # the keys' projection gives values, too
+    cache_source: int | None = None  # the layer whose cache it reads; None: its own
+    mlp_width: int | None = None  # of the dense feed-forward layer; None: the model's
     rules: tuple[tuple[str, Rule], ...] = ()  # of quantized matrices, by their modules' names
 
 
@@ -58,6 +69,12 @@ def read_layers(raw: Mapping[str, Any], max_positions: int) -> tuple[LayerSpec, 
     """
     num_layers = positive_int(raw, "num_hidden_layers")
     kinds = _layer_kinds(raw, num_layers)
+    if has_head_sizes_by_layer(raw):
+        kinds[-1] = FULL  # as in transformers, whatever the config names
+    check_rope_by_kind(raw, kinds)
+    head_sizes, sources = read_head_sizes(raw, kinds), read_cache_sources(raw, kinds)
+    is_wide, k_is_v = (switch(raw, name) for name in ("use_double_wide_mlp", "attention_k_eq_v"))
+    wide = 2 * positive_int(raw, "intermediate_size") if is_wide else None
     ropes = {kind: read_rope(raw, kind, max_positions) for kind in sorted(set(kinds) - {LINEAR})}
     windows = _windows(raw, kinds, max_positions)
     moe, recurrence = read_moe(raw), _recurrence(raw) if LINEAR in kinds else None
@@ -75,20 +92,31 @@ def read_layers(raw: Mapping[str, Any], max_positions: int) -> tuple[LayerSpec, 
             latent=latent,
             query_scale=query_scale if rotated else unrotated_query_scale,
             is_chunked=kind == CHUNKED and windows.get(kind) is not None,
+            heads=heads,
+            values_are_keys=k_is_v and kind == FULL,
+            cache_source=source,
+            mlp_width=None if source is None else wide,
         )
-        for kind, rotated, sparse in zip(kinds, is_rotated, is_sparse, strict=True)
+        for kind, rotated, sparse, heads, source in zip(
+            kinds, is_rotated, is_sparse, head_sizes, sources, strict=True
+        )
     )
 
 
 def _windows(
     raw: Mapping[str, Any], kinds: Sequence[LayerKind], max_positions: int
 ) -> dict[LayerKind, int]:
-    """Return the sizes of windows and chunks; those of the whole context are none."""
+    """Return the sizes of windows and chunks; those of the whole context are none.
+
+    They stay, as long as the context, where layers without a window have other heads.
+    """
     sizes = {}
     if SLIDING in kinds and switch(raw, "use_sliding_window", default=True):
         sizes[SLIDING] = positive_int(raw, "sliding_window")
     if CHUNKED in kinds:
         sizes[CHUNKED] = positive_int(raw, "attention_chunk_size")
+    if has_head_sizes_by_layer(raw):
+        return {kind: min(size, max_positions) for kind, size in sizes.items()}
     return {kind: size for kind, size in sizes.items() if size < max_positions}
 
 
@@ -112,7 +140,7 @@ def _layer_kinds(raw: Mapping[str, Any], num_layers: int) -> list[LayerKind]:
                 raise ModelConfigError(
                     f"layer_types may name {' and '.join(known)}; {kind!r} is not supported"
                 )
-        return kinds
+        return list(kinds)
     if has_chunks(raw):
         local = FULL if raw.get("attention_chunk_size") is None else CHUNKED
         return [local if rotated else FULL for rotated in _rotated_layers(raw, num_layers)]

@@ -75,6 +75,7 @@ def attention(
     pairs_neighbours: bool = False,
     sinks: Source | None = None,
     num_inputs: int | None = None,
+    normalises_values: bool = False,
 ) -> Attention:
     """Declare the attention of a layer.
 
@@ -82,7 +83,8 @@ def attention(
     to all four. `qk_norm` normalises queries and keys; None if they are not. With `norms_from_one`,
     norms multiply by 1 + weight. If `fused`, one tensor has the rows of Q, K and V. With
     `pairs_neighbours`, neighbouring dimensions rotate together. `sinks` are [num_heads].
-    `num_inputs` is the width of its input; None for the hidden size.
+    `num_inputs` is the width of its input; None for the hidden size. `normalises_values` adds a
+    norm without weights.
 
     Raises ValueError if `tp_size` chips cannot split heads.
     """
@@ -93,10 +95,11 @@ def attention(
         config.head_dim,
         spec.rope.num_dims(config.head_dim) if spec.rope and spec.rope.share < 1 else None,
         pairs_neighbours,
+        num_kv_parts=2 - spec.values_are_keys if spec.cache_source is None else 0,
     )
     hidden, width = config.hidden_size, config.num_heads * config.head_dim
     gated, has_bias = config.attention_gate, qkv_bias or config.attention_bias
-    names = ("qkv",) if fused else tuple("qkv")
+    names = ("qkv",) if fused else tuple("qkv"[: 1 + heads.num_kv_parts])
     qkv, bias = (
         FusedHeads(tuple(f"self_attn.{x}_proj.{kind}" for x in names), inputs, heads, gated)
         for kind, inputs in (("weight", (num_inputs or hidden,)), ("bias", ()))
@@ -106,9 +109,14 @@ def attention(
     if config.attention_output_bias:
         output_bias = Tensor("self_attn.o_proj.bias", (hidden,))
     q_norm, k_norm = (
-        qk_norm and _heads_norm(qk_norm, x, config, heads, options, from_one=norms_from_one)
+        _heads_norm(qk_norm, x, config, heads, options, from_one=norms_from_one)
+        if qk_norm and (x == "q" or heads.num_kv_parts)
+        else None
         for x in "qk"
     )
+    v_norm = None
+    if normalises_values and heads.num_kv_parts:
+        v_norm = RMSNorm(Ones((config.head_dim,)), config.rms_norm_eps, options.dtype)
     return Attention(
         heads,
         linear(spec, options, qkv, "outputs", bias if has_bias else None),
@@ -118,6 +126,7 @@ def attention(
         qkv_heads=options.kernels.qkv_heads,
         q_norm=q_norm,
         k_norm=k_norm,
+        v_norm=v_norm,
         scores=ScoreOptions(
             *(config.score_scale, spec.sliding_window, config.score_soft_cap),
             is_chunked=spec.is_chunked,

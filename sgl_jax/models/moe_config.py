@@ -5,7 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_jax.core.layer_configs import ExpertChoice
-from sgl_jax.models.config_defaults import has_chunks, is_hybrid, text_architecture
+from sgl_jax.models.config_defaults import (
+    has_chunks,
+    has_head_sizes_by_layer,
+    is_hybrid,
+    text_architecture,
+)
 from sgl_jax.models.config_fields import (
     ModelConfigError,
     optional_float,
@@ -38,6 +43,11 @@ class MoeConfig:
 def read_moe(raw: Mapping[str, Any]) -> MoeConfig | None:
     if raw.get("n_routed_experts") is not None:
         return _deepseek_moe(raw)
+    if has_head_sizes_by_layer(raw):
+        if not switch(raw, "enable_moe_block"):
+            return None
+        if raw.get("num_experts") is None:
+            raise ModelConfigError("enable_moe_block needs num_experts")
     # transformers 5 writes num_local_experts where earlier versions wrote num_experts.
     count_name = "num_experts" if raw.get("num_experts") is not None else "num_local_experts"
     if raw.get(count_name) is None:

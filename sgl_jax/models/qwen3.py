@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from sgl_jax.layers.linear import ExpertLinear, Linear
-from sgl_jax.layers.moe import MixtureOfExperts, SharedExpert
+from sgl_jax.layers.moe import GATED, MixtureOfExperts, SharedExpert
 from sgl_jax.layers.sources import OneOf, Slice, Source, Stacked, Tensor
 from sgl_jax.models.config import LayerSpec, ModelConfig, ModelConfigError, MoeConfig
 from sgl_jax.models.decoder import BuildOptions
@@ -55,10 +55,12 @@ def mixture_of_experts(
     moe: MoeConfig,
     options: BuildOptions,
     names: ExpertNames = _NAMES,
+    **further: Any,
 ) -> MixtureOfExperts:
     """Declare a layer's experts, with a shared expert if the config has one.
 
-    Checkpoints store a tensor for each expert's matrix, or one for all experts.
+    Checkpoints store a tensor for each expert's matrix, or one for all experts. `further` are
+    arguments of `MixtureOfExperts`.
     """
     hidden, width, dtype = config.hidden_size, moe.intermediate_size, options.dtype
     require_divisible("moe_intermediate_size", width, options.expert_slices)
@@ -110,7 +112,9 @@ def mixture_of_experts(
         moves=options.kernels.expert_dispatch,
         shared=_shared_expert(config, spec, moe, options, names),
         scatters=options.sequence_parallel,
+        gated=GATED[config.activation],
         weighs_inputs=moe.weighs_inputs,
+        **further,
     )
 
 

@@ -11,6 +11,7 @@ from sgl_jax.models.draft_layer import declare_draft_layer
 from sgl_jax.models.drafter import Drafter
 from sgl_jax.models.eagle3 import declare_eagle3_layer
 from sgl_jax.models.gemma3 import GEMMA3, GEMMA3_TEXT
+from sgl_jax.models.gemma4 import GEMMA4, GEMMA4_TEXT
 from sgl_jax.models.glm4_moe import GLM4_MOE
 from sgl_jax.models.gpt_oss import gpt_oss_layer
 from sgl_jax.models.llama import llama_layer
@@ -29,6 +30,8 @@ _ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "DeepseekV3ForCausalLM": DEEPSEEK,
         "Gemma3ForCausalLM": GEMMA3_TEXT,
         "Gemma3ForConditionalGeneration": GEMMA3,
+        "Gemma4ForCausalLM": GEMMA4_TEXT,
+        "Gemma4ForConditionalGeneration": GEMMA4,
         "Glm4MoeForCausalLM": GLM4_MOE,
         "GptOssForCausalLM": Architecture(gpt_oss_layer),
         "Llama4ForCausalLM": LLAMA4_TEXT,

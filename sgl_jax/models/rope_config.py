@@ -22,7 +22,7 @@ from sgl_jax.models.config_fields import (
     switch,
 )
 
-RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
 LayerKind = Literal["full_attention", "sliding_attention", "chunked_attention", "linear_attention"]
 FULL: LayerKind = "full_attention"
 SLIDING: LayerKind = "sliding_attention"
@@ -52,6 +52,7 @@ class RopeConfig:
     # for others (see `for_context`).
     long_factors: tuple[float, ...] = ()
     short_factors: tuple[float, ...] = ()
+    pair_share: float = 1.0  # only proportional: leading share of a head's pairs to rotate
 
     def num_dims(self, head_dim: int) -> int:
         """Return the number of rotated dimensions of a head."""
@@ -76,12 +77,15 @@ class RopeConfig:
         "yarn" (arXiv 2309.00071) leaves pairs that turn more than `beta_fast` times in the original
         context, divides pairs that turn less than `beta_slow` times, and blends in between,
         linearly by dimension; `truncate` rounds the bounds outwards to whole dimensions. "longrope"
-        divides each frequency by its factor in `long_factors`.
+        divides each frequency by its factor in `long_factors`. "proportional" has frequencies only
+        for the first pairs of a whole head.
         """
         num_dims, original = self.num_dims(head_dim), self.original_max_position_embeddings
         exponents = np.arange(0, num_dims, 2, dtype=np.float32) / num_dims
         frequencies = (1.0 / self.theta**exponents).astype(np.float64)
-        if self.kind == "linear":
+        if self.kind == "proportional":
+            frequencies = frequencies[: int(self.pair_share * head_dim // 2)]
+        if self.kind in ("linear", "proportional"):
             frequencies = frequencies / self.factor
         if self.kind == "llama3":
             turns = original * frequencies / (2 * math.pi)
@@ -151,6 +155,10 @@ def read_rope(raw: Mapping[str, Any], kind: LayerKind, max_positions: int) -> Ro
     else:
         own = base if has_own_base or is_unscaled else base | given
     share = positive_float(own, "partial_rotary_factor", default=1.0)
+    if own.get("rope_type", own.get("type")) == "proportional" and share <= 1:
+        theta = positive_float(own, "rope_theta", default=10000.0)
+        factor = positive_float(own, "factor", default=1.0)
+        return RopeConfig(theta, "proportional", factor, pair_share=share)
     if has_latents(raw) and rotates_partly(raw):
         _check_latent_share(raw, own.get("partial_rotary_factor"))
         share = 1.0
@@ -193,7 +201,8 @@ def _scaled_rope(own: Mapping[str, Any], max_positions: int) -> RopeConfig:
     if kind == "longrope":
         return _longrope(own, theta, original, max_positions)
     raise ModelConfigError(
-        f"rope type must be one of default, linear, llama3, yarn, longrope, got {kind!r}"
+        "rope type must be one of default, linear, llama3, yarn, longrope, proportional, got "
+        f"{kind!r}"
     )
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from operator import mul
 from typing import NamedTuple
 
 import jax
@@ -10,6 +11,7 @@ import jax
 from sgl_jax.executor.buckets import Bucket
 from sgl_jax.executor.engine_config import EngineConfig
 from sgl_jax.layers.mesh_axes import DATA_AXIS
+from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.expert_placement import loads_for, unplaced_imbalance
 from sgl_jax.planner.arguments import PlanRequest
 from sgl_jax.planner.engine_programs import EngineProgramsOnPaper, bytes_per_device, engine_programs
@@ -20,6 +22,7 @@ from sgl_jax.planner.memory import (
     in_gib,
     plan_memory,
     requests_with_heads,
+    requests_without_sharing,
     requests_without_windows,
 )
 from sgl_jax.planner.prefix_loading import PrefixLoading, plan_loading
@@ -64,6 +67,8 @@ class Estimate:
     expected_requests_per_s: float  # the same at the rates that engines reach, see `load.py`
     # `memory.num_requests` if every layer kept every token; None if every layer does.
     requests_without_windows: int | None = None
+    # `memory.num_requests` if every layer had its own cache; None if every layer does.
+    requests_without_sharing: int | None = None
     # `memory.num_requests` if keys and values were cached instead of latents; None if they are.
     requests_with_heads: int | None = None
     balance: ExpertBalance | None = None  # None without a file of loads
@@ -137,7 +142,7 @@ def make_estimate(
     chunk = buckets.chunk_tokens
     decode_bucket = buckets.smallest(concurrency * (1 + buckets.draft_tokens), concurrency)
     prefill_bucket = buckets.smallest(chunk, 1)
-    device = device_bytes(engine, memory, request)
+    device = device_bytes(engine, request)
 
     def time_of(cost: ProgramCost, num_tokens: int, work: StepWork) -> StepTime:
         return estimate_step(cost, num_tokens, work, request.config, device, request.topology.chip)
@@ -148,14 +153,14 @@ def make_estimate(
         return StepEstimate(bucket.rows, bucket.tokens, cost, time)
 
     def chunk_of(prompt_len: int) -> StepWork:
-        before = _visible(max(1, prompt_len // 2), request)
+        seen = _visible(max(1, prompt_len // 2), request.config)
         rows = max(1, chunk // prompt_len)
-        return StepWork(chunk, rows * before, chunk * before, rows)
+        return StepWork(chunk, rows * seen.by_bytes, chunk * seen.by_products, rows)
 
-    context = workload.input_len + workload.output_len // 2
-    read = concurrency * _visible(context, request)
+    seen = _visible(workload.input_len + workload.output_len // 2, request.config)
+    read, pairs = concurrency * seen.by_bytes, concurrency * seen.by_products
     decode = plan_step(
-        decode_bucket, StepWork(concurrency, read, read, concurrency, is_prefill=False)
+        decode_bucket, StepWork(concurrency, read, pairs, concurrency, is_prefill=False)
     )
     prefill = plan_step(prefill_bucket, chunk_of(workload.input_len))
 
@@ -180,7 +185,8 @@ def make_estimate(
         concurrency,
         requests_per_s=request.args.dp_size * concurrency / round_s,
         expected_requests_per_s=request.args.dp_size * expected,
-        requests_without_windows=requests_without_windows(request),
+        requests_without_windows=requests_without_windows(request, memory),
+        requests_without_sharing=requests_without_sharing(request),
         requests_with_heads=requests_with_heads(request, memory),
         balance=expert_balance(engine.config),
     )
@@ -199,9 +205,7 @@ def expert_balance(config: EngineConfig) -> ExpertBalance | None:
     return ExpertBalance(unplaced_imbalance(loads, num_devices), placed)
 
 
-def device_bytes(
-    engine: EngineProgramsOnPaper, memory: MemoryPlan, request: PlanRequest
-) -> DeviceBytes:
+def device_bytes(engine: EngineProgramsOnPaper, request: PlanRequest) -> DeviceBytes:
     """Return the weights that a device reads in a step, and their layout."""
     experts = layers_and_head = numbers = 0
     for own in engine.placed.declared.values():
@@ -220,7 +224,7 @@ def device_bytes(
         layer_and_head_numbers=numbers,
         expert_bytes=experts,
         itemsize=engine.config.dtype.itemsize,
-        kv_token_bytes=memory.kv_token_bytes,
+        kv_token_bytes=_read_token_bytes(engine.config) // request.args.tp_size,
         state_bytes=layout.slot_bytes // request.args.tp_size if layout else 0,
         tp_size=request.args.tp_size,
         quantized=quantized_products(engine.placed, request.args.tp_size),
@@ -231,8 +235,33 @@ def device_bytes(
     )
 
 
-def _visible(context: int, request: PlanRequest) -> int:
-    """Return the context tokens that a query attends to, averaged over attention layers."""
-    groups = [own for own in request.config.cache_groups() if not own.is_recurrent]
-    seen = sum(len(own.layers) * min(context, own.sliding_window or context) for own in groups)
-    return seen // request.config.num_attention_layers
+def _read_token_bytes(config: EngineConfig) -> int:
+    """Return the bytes of a token of KV that all layers of a rank read: those that read another
+    layer's cache count, too."""
+    total = 0
+    for layer, spec in enumerate(config.model.all_layers):
+        if spec.recurrence is None:
+            group, _ = config.model.cache_of(layer)
+            layout = config.pool_layouts[config.groups[group].pool]
+            total += layout.page_bytes // layout.num_layers // layout.page_size
+    return total
+
+
+class _Visible(NamedTuple):
+    """The context tokens that a query attends to, averaged over attention layers."""
+
+    by_bytes: int  # weighted by their KV's bytes
+    by_products: int  # weighted by their heads' sizes
+
+
+def _visible(context: int, config: ModelConfig) -> _Visible:
+    specs = [spec for spec in config.all_layers if spec.recurrence is None]
+    sizes = [config.of_layer(spec) for spec in specs]
+
+    def average(weights: list[int]) -> int:
+        seen = (min(context, spec.sliding_window or context) for spec in specs)
+        total: int = sum(map(mul, weights, seen))
+        return total // sum(weights)
+
+    by_bytes = average([own.num_kv_heads * own.head_dim for own in sizes])
+    return _Visible(by_bytes, average([own.head_dim for own in sizes]))

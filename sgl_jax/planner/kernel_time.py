@@ -8,6 +8,7 @@ compiled schedules on all generations (docs/inside/kernels.md), and were not mea
 
 import math
 from dataclasses import dataclass
+from statistics import fmean
 from typing import NamedTuple
 
 from sgl_jax.core.layer_configs import WeightFormat
@@ -17,7 +18,7 @@ from sgl_jax.kernels.grouped_matmul.tpu import choose_tiles
 from sgl_jax.kernels.latent_attention.tpu import EXPANDED_QUERIES, EXPANDED_TOKENS
 from sgl_jax.kernels.quantized_matmul.tpu import kernel_of
 from sgl_jax.kernels.tpu_chip import LANES
-from sgl_jax.models.config import ModelConfig, MoeConfig
+from sgl_jax.models.config import LayerSpec, ModelConfig, MoeConfig
 from sgl_jax.planner.quantized_products import QuantizedProduct
 from sgl_jax.planner.topology import Chip
 
@@ -98,7 +99,7 @@ def _products_per_score(work: StepWork, config: ModelConfig) -> float:
     sizes = config.latent
     if sizes is None:
         # Smaller heads share a cache row, K next to V, and are multiplied with the whole row.
-        return 2 * max(config.head_dim, LANES)
+        return 2 * fmean(max(config.of_layer(spec).head_dim, LANES) for spec in _attention(config))
     if work.is_prefill and work.tokens >= EXPANDED_TOKENS:
         expansion = sizes.rank * (sizes.nope_dim + sizes.value_dim) / EXPANDED_QUERIES
         return sizes.query_dim + sizes.value_dim + expansion
@@ -159,6 +160,10 @@ def lines_time(tokens: int, config: ModelConfig, memory: DeviceBytes, chip: Chip
     return KernelTime(moved / (GATHER_SHARE * chip.hbm_bytes_per_s))
 
 
+def _attention(config: ModelConfig) -> list[LayerSpec]:
+    return [spec for spec in config.all_layers if spec.recurrence is None]
+
+
 def _num_expert_layers(config: ModelConfig) -> int:
     return sum(spec.moe is not None for spec in config.all_layers)
 
@@ -190,11 +195,13 @@ def heads_time(
 
     `num_tokens` includes the program's padding; `itemsize` is the bytes of an activation.
     """
-    kv_heads = max(config.num_kv_heads // tp_size, 1)
-    width = (config.num_heads // tp_size + 2 * kv_heads) * config.head_dim
-    token_bytes = 2 * width * itemsize + config.head_dim * 4  # angles: half cosines, half sines
-    layers = config.num_attention_layers
-    return KernelTime(layers * num_tokens * token_bytes / chip.hbm_bytes_per_s)
+    token_bytes = 0
+    for spec in _attention(config):
+        own = config.of_layer(spec)
+        kv_heads = max(own.num_kv_heads // tp_size, 1) if spec.cache_source is None else 0
+        width = (own.num_heads // tp_size + 2 * kv_heads) * own.head_dim
+        token_bytes += 2 * width * itemsize + own.head_dim * 4  # angles: half cosines, half sines
+    return KernelTime(num_tokens * token_bytes / chip.hbm_bytes_per_s)
 
 
 def quantized_time(

@@ -104,17 +104,25 @@ def requests_with_heads(request: PlanRequest, memory: MemoryPlan) -> int | None:
     return num_pages // -(-request.workload.tokens // memory.page_size)
 
 
-def requests_without_windows(request: PlanRequest) -> int | None:
-    """Return the concurrent requests of a rank if every layer kept every token; None without
-    windows."""
-    layers = request.config.layers
-    if all(spec.sliding_window is None for spec in layers):
+def requests_without_windows(request: PlanRequest, memory: MemoryPlan) -> int | None:
+    """Return the concurrent requests in the same pages' bytes if every layer kept every token; None
+    without windows."""
+    if all(spec.sliding_window is None for spec in request.config.layers):
         return None
-    full = tuple(replace(spec, sliding_window=None) for spec in layers)
-    # The ratio applies only to windows.
-    args = replace(request.args, swa_full_tokens_ratio=None)
+    # The token bytes are those of all groups, of which each would keep the token.
+    request_bytes = -(-request.workload.tokens // memory.page_size) * memory.page_size
+    return memory.kv_bytes // (request_bytes * memory.kv_token_bytes)
+
+
+def requests_without_sharing(request: PlanRequest) -> int | None:
+    """Return the concurrent requests of a rank if every layer had its own cache; None if every
+    layer does."""
+    layers = request.config.layers
+    if all(spec.cache_source is None for spec in layers):
+        return None
+    full = tuple(replace(spec, cache_source=None) for spec in layers)
     config = replace(request.config, layers=full)
-    return plan_memory(replace(request, args=args, config=config)).num_requests
+    return plan_memory(replace(request, config=config)).num_requests
 
 
 def smallest_fit(

@@ -110,6 +110,7 @@ def as_dict(plan: Estimate) -> dict[str, Any]:
         "prefill": _step_dict(plan.prefill),
         "concurrency": plan.concurrency,
         "requests_without_windows": plan.requests_without_windows,
+        "requests_without_sharing": plan.requests_without_sharing,
         "requests_with_heads": plan.requests_with_heads,
         "prefix_loading": plan.loading and _loading_dict(plan.loading),
         "max_context": plan.max_context,
@@ -163,10 +164,11 @@ def balance_lines(plan: Estimate) -> list[str]:
 
 
 def _shorter_lines(plan: Estimate) -> list[str]:
-    """Return the requests gained by windows or latents; empty for a model with neither."""
+    """Return the requests gained by windows, shared caches or latents; empty without any."""
     held, lines = plan.memory.num_requests, []
     for full, change in (
         (plan.requests_without_windows, "every layer kept every token"),
+        (plan.requests_without_sharing, "every layer had its own cache"),
         (plan.requests_with_heads, "each head's key and value were kept"),
     ):
         if full is not None:

@@ -21,7 +21,7 @@ SIMILAR = (
 # One of each of the other families.
 FURTHER = (
     *("smollm3", "seed_oss", "phi3", "olmo3", "glm4_moe", "minimax_m2"),
-    *("ministral", "mistral3", "mistral4", "qwen3_vl_moe", "llama4"),
+    *("ministral", "mistral3", "mistral4", "qwen3_vl_moe", "llama4", "gemma4", "gemma4_moe"),
 )
 STATES = ("qwen3_5", "qwen3_next", "qwen3_5_moe")
 RANKS = {"dp_size": 2, "tp_size": 2, "page_size": 1}

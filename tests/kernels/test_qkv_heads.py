@@ -23,29 +23,33 @@ class Case(NamedTuple):
     group: int
     head_dim: int = 128
     dtype: Any = jnp.float32
-    normalised: tuple[bool, bool] = (True, True)  # queries, keys
+    normalised: tuple[bool, ...] = (True, True, False)  # queries, keys, values
     from_one: bool = False
+    kv_parts: int = 2  # 1: keys are values, too; 0: queries alone
 
     @property
     def width(self):
-        return self.kv_heads * (self.group + 2) * self.head_dim
+        return self.kv_heads * (self.group + self.kv_parts) * self.head_dim
 
 
 CASES = {
     "one KV head": Case(8, 1, 8),
     "bfloat16": Case(48, 2, 4, dtype=jnp.bfloat16),
-    "only rotated": Case(16, 1, 4, normalised=(False, False)),
-    "keys alone normalised": Case(16, 1, 4, normalised=(False, True)),
+    "only rotated": Case(16, 1, 4, normalised=(False, False, False)),
+    "keys alone normalised": Case(16, 1, 4, normalised=(False, True, False)),
     "three heads of 256": Case(24, 1, 3, head_dim=256),
     "more than 8 queries a token": Case(32, 3, 4, dtype=jnp.bfloat16),
     "weights counted from one": Case(16, 1, 4, dtype=jnp.bfloat16, from_one=True),
     "one token": Case(1, 1, 2),
+    "values normalised": Case(16, 2, 2, dtype=jnp.bfloat16, normalised=(True, True, True)),
+    "keys as values": Case(16, 2, 2, head_dim=256, normalised=(True, True, True), kv_parts=1),
+    "queries alone": Case(16, 1, 4, normalised=(True, False, False), kv_parts=0),
     "an odd number of tokens": Case(7, 2, 1, dtype=jnp.bfloat16),
 }
 
 
 def build(case):
-    """Product, cosines and sines, weights of queries and keys."""
+    """Product, cosines and sines, weights of queries, keys and values."""
     rng = np.random.default_rng(case.tokens)
     angles = rng.uniform(0, 6, (case.tokens, case.head_dim // 2))
     weights = [
@@ -63,18 +67,18 @@ def run(case, interpret):
             None if weight is None else module.HeadNorm(weight, EPS, case.from_one)
             for weight in weights
         ]
-        sizes = {"group": case.group, "head_dim": case.head_dim}
+        sizes = {"group": case.group, "head_dim": case.head_dim, "num_kv_parts": case.kv_parts}
         with force_tpu_interpret_mode(interpret):
             return module.rotated_heads(qkv, cos, sin, *norms, **sizes)
 
     return simulate(kernel, *build(case))
 
 
-def expected(qkv, cos, sin, q_weight, k_weight, case):
-    heads = np.float64(qkv).reshape(case.tokens, case.kv_heads, case.group + 2, case.head_dim)
+def expected(qkv, cos, sin, q_weight, k_weight, v_weight, case):
+    heads = np.float64(qkv).reshape(case.tokens, case.kv_heads, -1, case.head_dim)
     cos, sin = (np.float64(x)[:, None] for x in (cos, sin))
 
-    def turned(x, weight):
+    def normed(x, weight):
         x = x.reshape(case.tokens, -1, case.head_dim)
         if weight is not None:
             x = (
@@ -82,11 +86,17 @@ def expected(qkv, cos, sin, q_weight, k_weight, case):
                 / np.sqrt((x * x).mean(-1, keepdims=True) + EPS)
                 * (np.float64(weight) + case.from_one)
             )
-        first, second = np.split(x, 2, axis=-1)
+        return x
+
+    def turned(x, weight):
+        first, second = np.split(normed(x, weight), 2, axis=-1)
         return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
-    q, k = turned(heads[:, :, :-2], q_weight), turned(heads[:, :, -2], k_weight)
-    return q, k.reshape(case.tokens, -1), heads[:, :, -1].reshape(case.tokens, -1)
+    q = turned(heads[:, :, : case.group], q_weight)
+    if case.kv_parts == 0:
+        return (q,)
+    k, v = turned(heads[:, :, case.group], k_weight), normed(heads[:, :, -1], v_weight)
+    return q, k.reshape(case.tokens, -1), v.reshape(case.tokens, -1)
 
 
 def check(case, interpret):

@@ -94,9 +94,11 @@ class Server:
         groups = [group for group in config.cache_groups() if not group.is_recurrent]
         num_pages = 1 + len(groups) * 3 * self.pages_per_row
         layers = {group.pool: len(group.layers) for group in groups}
-        (page,) = {layout.page_shape for layout in resolved.pool_layouts}
         self.pools = self._make_pools(
-            [(layers[pool], dp * num_pages, *page) for pool in range(len(layers))]
+            [
+                (layers[pool], dp * num_pages, *layout.page_shape)
+                for pool, layout in enumerate(resolved.pool_layouts)
+            ]
         )
         pages = 1 + np.random.default_rng(0).permutation(num_pages - 1)
         # Of each request and group: those of a group follow those of another in a row's table.

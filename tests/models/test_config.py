@@ -111,7 +111,7 @@ def test_attention_may_have_biases_on_all_its_projections():
             "must be one of compressed-tensors, fp8",
         ),
         ({"quantization_config": {"quant_method": "mxfp4"}}, "for GptOssForCausalLM"),
-        ({"rope_scaling": {"rope_type": "dynamic"}}, "yarn, longrope, got 'dynamic'"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "longrope, proportional, got 'dynamic'"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "lacks 'factor'"),
         ({"rope_scaling": YARN | {"truncate": 0}}, "truncate must be true or false"),
         ({"rope_scaling": YARN | {"beta_fast": -1.0}}, "beta_fast must be a positive number"),

@@ -24,11 +24,11 @@ FAMILIES = (
 # Of each other family one case is tried by default.
 FURTHER = (
     *("smollm3", "phi3", "olmo3", "glm4_moe", "minimax_m2"),
-    *("mistral3", "mistral4", "qwen3_vl_moe", "llama4"),
+    *("mistral3", "mistral4", "qwen3_vl_moe", "llama4", "gemma4", "gemma4_moe"),
 )
 FURTHER_EXPERTS = (
     *("glm4_moe", "glm4_moe_groups", "minimax_m2"),
-    *("mistral4", "qwen3_vl_moe", "llama4"),
+    *("mistral4", "qwen3_vl_moe", "llama4", "gemma4_moe"),
 )
 FURTHER_SHAPES = (
     *("seed_oss", "phi3_window", "glm4_moe_groups"),
@@ -155,10 +155,15 @@ COPIED_EXPERTS_OVER_RANKS = Setup(dp=2, ep=2, copies=3)
                 ],
                 *[
                     (family, setup)
-                    for family in ("phi3", "olmo3", "minimax_m2", "llama4")
+                    for family in ("phi3", "olmo3", "minimax_m2", "llama4", "gemma4", "gemma4_moe")
                     for setup in (MORE_CHIPS_THAN_KV_HEADS, SPLIT_WEIGHTS, SEQUENCE_PARALLEL)
                 ],
                 *[(family, SIMULATED_TPU) for family in ("smollm3", "olmo3", "llama4")],
+                *[
+                    (family, setup)
+                    for family in ("gemma4", "gemma4_moe")
+                    for setup in (SIMULATED_TPU, UNROLLED)
+                ],
                 ("qwen3_moe", SIMULATED_TPU),
                 ("gemma3", SIMULATED_TPU),
                 ("gpt_oss", SIMULATED_TPU),

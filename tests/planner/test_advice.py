@@ -93,7 +93,7 @@ def test_layers_that_are_split_over_ranks_are_read_whole():
         request = parse_plan_request([*LLAMA, "--dp-size", "4", "--tp-size", "2", *words])
         mesh = topology_mesh(request.topology, 4, 2)
         engine = engine_programs(request.args, request.config, mesh, (64,))
-        return device_bytes(engine, plan_memory(request), request)
+        return device_bytes(engine, request)
 
     whole, split = read(), read("--weight-sharding", "data")
     assert split == whole

@@ -120,6 +120,9 @@ def test_the_page_ids_of_the_longest_row_fit_scalar_memory(tpu_mesh):
         ),
         Shape(page_size=256, kv_heads=1, q_heads=4, head_dim=256, soft_cap=50.0),
         pytest.param(
+            Shape(kv_heads=4, q_heads=32, head_dim=512, tokens=2048), marks=pytest.mark.long
+        ),
+        pytest.param(
             Shape(kv_heads=8, q_heads=64, sinks=True, sliding_window=128, context=65536, rows=16),
             marks=pytest.mark.long,
         ),

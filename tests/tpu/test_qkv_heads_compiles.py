@@ -20,17 +20,20 @@ class Shape(NamedTuple):
     head_dim: int = 128
     normalised: bool = True
     dtype: Any = jnp.bfloat16
+    kv_parts: int = 2
 
 
 def assert_compiles(shape, mesh):
     def run(qkv, cos, sin, *weights):
-        norms = [HeadNorm(weight, 1e-6) for weight in weights] or [None, None]
-        sizes = {"group": shape.group, "head_dim": shape.head_dim}
+        norms = [HeadNorm(weight, 1e-6) for weight in weights]
+        norms += [None] * (3 - len(norms))
+        sizes = {"group": shape.group, "head_dim": shape.head_dim, "num_kv_parts": shape.kv_parts}
         return rotated_heads(qkv, cos, sin, *norms, **sizes)
 
-    width = shape.kv_heads * (shape.group + 2) * shape.head_dim
+    width = shape.kv_heads * (shape.group + shape.kv_parts) * shape.head_dim
     half = struct(jnp.float32, shape.tokens, shape.head_dim // 2)
-    weights = [struct(shape.dtype, shape.head_dim)] * (2 if shape.normalised else 0)
+    num_norms = {0: 1, 1: 3, 2: 2}[shape.kv_parts] if shape.normalised else 0
+    weights = [struct(shape.dtype, shape.head_dim)] * num_norms
     qkv = struct(shape.dtype, shape.tokens, width)
     compiled, seconds = compile_on(mesh, run, qkv, half, half, *weights)
     assert num_kernels(compiled) == 1
@@ -55,6 +58,8 @@ SHAPES = {
     "five queries a token": Shape(kv_heads=1, group=5, tokens=512),
     "one token": Shape(kv_heads=2, group=1, tokens=1),
     "head_dim 256": Shape(kv_heads=2, group=2, head_dim=256),
+    "keys as values": Shape(kv_heads=4, group=8, head_dim=512, kv_parts=1),
+    "queries alone": Shape(kv_heads=1, group=8, head_dim=512, kv_parts=0),
     "many heads": Shape(kv_heads=16, group=8, tokens=256),
     "float32": Shape(kv_heads=4, dtype=jnp.float32),
 }

@@ -60,6 +60,11 @@ LAYOUTS = (
     ("gemma-3-27b", "v5p-2", 1, 1, None, "decode"),
     ("gemma-3-27b", "v6e-4", 1, 4, None, "decode"),
     ("gemma-3-27b", "tpu7x-2", 1, 2, None, "mixed"),
+    ("gemma-4-e2b", "v6e-1", 1, 1, None, "decode"),
+    ("gemma-4-e2b", "tpu7x-2", 1, 1, None, "mixed"),
+    ("gemma-4-26b-a4b", "v6e-4", 1, 4, None, "mixed"),
+    ("gemma-4-26b-a4b", "tpu7x-2", 1, 1, None, "decode"),
+    ("gemma-4-31b", "v6e-4", 1, 4, None, "decode"),
     ("gpt-oss-20b", "v5e-8", 1, 8, None, "decode"),
     ("gpt-oss-120b", "v5p-8", 1, 4, None, "mixed"),
     ("gpt-oss-120b", "v6e-16", 1, 16, None, "decode"),
@@ -130,9 +135,15 @@ def _compiled_layers(engine):
 
 
 def _expected_kernels(engine, is_normal, num_tokens):
-    """How often the program has each of a layer's kernels; every layer has experts or none."""
+    """How often the program has each of a layer's kernels; every layer has experts or none, and
+    every layer of a period has a cache or none."""
     model = engine.config.model
     compiled, _ = _compiled_layers(engine)
+    sharing = sum(
+        segment.period
+        for segment in engine.placed.model.scan_segments
+        if model.layers[segment.first].cache_source is not None
+    )
     recurrent = sum(spec.recurrence is not None for spec in model.layers) * compiled
     recurrent //= len(model.layers)
     kernels = ["paged_write", "paged_decode", "paged_prefill"]
@@ -142,6 +153,7 @@ def _expected_kernels(engine, is_normal, num_tokens):
     expected = Counter(
         dict.fromkeys(kernels, compiled - recurrent) | dict.fromkeys(of_states, recurrent)
     )
+    expected["paged_write"] -= sharing
     if model.moe is not None:
         expected |= {NAME: 3 * compiled, PLAN_NAME: compiled, CHOOSE_NAME: compiled}
         if num_tokens <= UNDIVIDED_TOKENS:
@@ -183,7 +195,7 @@ def test_a_step_fits_its_chip_copies_nothing_and_exchanges_no_more_than_it_must(
         rows_of_logits = ROWS * (1 + config.tie_word_embeddings) + 6 * BLOCK_ROWS
         assert cost.temp_bytes < 4 * config.vocab_size * rows_of_logits + 48 * 2**20
     _, outside = _compiled_layers(engine)
-    is_normal = model.startswith(("qwen3", "gemma-3"))
+    is_normal = model.startswith(("qwen3", "gemma"))
     assert Counter(cost.kernels) == _expected_kernels(engine, is_normal, bucket.tokens)
     assert cost.estimated_cycles > 0
 
@@ -199,10 +211,13 @@ def test_a_step_fits_its_chip_copies_nothing_and_exchanges_no_more_than_it_must(
     # Attention's output and the feed-forward layer's, of all tokens, in bfloat16.
     activations = bucket.tokens * config.hidden_size * 2
     assert {c.num_bytes for c in in_layers} == {activations}
+    sums = 2 + (
+        config.moe is not None and model.startswith("gemma-4")
+    )  # a dense layer, and experts
     expected = {
-        ("all-reduce", True): 2 * (config.num_layers - outside),
+        ("all-reduce", True): sums * (config.num_layers - outside),
         # The embedding; and, of several ranks, a flag: whether one of them needs rows of logits.
-        ("all-reduce", False): 2 * outside + 1 + (dp > 1),
+        ("all-reduce", False): sums * outside + 1 + (dp > 1),
         ("all-gather", False): 1,  # each chip's best token of its slice of the vocabulary
     }
     assert exchanges == expected

@@ -71,7 +71,7 @@ def planned_step_time(args: ServerArgs, topology_name: str) -> tuple[EngineSizes
     mesh = topology_mesh(topology, args.dp_size, args.tp_size)
     pool_pages = tuple(num + 1 for num in memory.pool_pages)
     engine = engine_programs(args, request.config, mesh, pool_pages)
-    device = device_bytes(engine, memory, request)
+    device = device_bytes(engine, request)
     buckets = engine.config.buckets.all
     compiled = {
         bucket.tokens: bucket for bucket in (buckets[0], buckets[len(buckets) // 2], buckets[-1])

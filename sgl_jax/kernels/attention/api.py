@@ -20,13 +20,16 @@ MAX_ROW_PAGES = 32_768
 
 
 class RaggedPagedAttention(Protocol):
-    """Write this step's K and V into the cache, then attend causally over each row's KV."""
+    """Write this step's K and V into the cache, then attend causally over each row's KV.
+
+    Without K and V, the cache holds those of this step already.
+    """
 
     def __call__(
         self,
         q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+        k: jax.Array | None,
+        v: jax.Array | None,
         kv_cache: jax.Array,
         layer: jax.Array,
         batch: AttentionBatch,
@@ -39,7 +42,7 @@ class RaggedPagedAttention(Protocol):
                 head are adjacent.
             k, v: [T, kv_heads, head_dim] for the same tokens, rounded to the cache's dtype before
                 use (`cache_dtype.as_cached`). Padding tokens are written to the null page, which is
-                never read.
+                never read. Both are None for a layer that reads another layer's cache.
             kv_cache: [layers, pages, 2 * kv_heads, page_size, head_dim], K heads then V heads;
                 or [layers, pages, kv_heads, page_size, 2 * head_dim], K and V side by side. An
                 int8 array is a cache of 8-bit floats; see `cache_dtype`.

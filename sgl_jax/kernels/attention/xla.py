@@ -102,8 +102,8 @@ AttendCached = Callable[[jax.Array, CachedLayer, AttentionBatch, ScoreOptions], 
 
 def ragged_paged_attention(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    k: jax.Array | None,
+    v: jax.Array | None,
     kv_cache: jax.Array,
     layer: jax.Array,
     batch: AttentionBatch,
@@ -112,7 +112,8 @@ def ragged_paged_attention(
     attend: AttendCached | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Implement `api.RaggedPagedAttention`; `attend` is `attend_cached` by default."""
-    kv_cache = write_slots(new_slots(k, v, kv_cache), kv_cache, layer, batch)
+    if k is not None and v is not None:
+        kv_cache = write_slots(new_slots(k, v, kv_cache), kv_cache, layer, batch)
     attend = attend or attend_cached
     return attend(q, _Heads(kv_cache, layer, q.shape[2]), batch, options), kv_cache
 

@@ -21,8 +21,8 @@ from sgl_jax.kernels.attention.tpu.write import write_kv
 
 def ragged_paged_attention(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    k: jax.Array | None,
+    v: jax.Array | None,
     kv_cache: jax.Array,
     layer: jax.Array,
     batch: AttentionBatch,
@@ -32,7 +32,8 @@ def ragged_paged_attention(
 
     Raises ValueError if the page size is not a multiple of the cache's tile.
     """
-    kv_cache = write_kv(k, v, kv_cache, layer, batch)
+    if k is not None and v is not None:
+        kv_cache = write_kv(k, v, kv_cache, layer, batch)
     head_dim = q.shape[2]
     packed = is_packed(kv_cache, head_dim)
     # With zeros in the lanes of V, a packed cache is the same as one of twice the head_dim.

@@ -1,0 +1,119 @@
+"""Gemma 4's text model: heads, caches and feed-forward layers that differ between layers.
+
+The config has the windows, the rotations, the sizes of heads, and the layers that read an earlier
+layer's cache (`gemma4_config`). The smaller models have embeddings by layer, one of the larger ones
+has experts next to its dense feed-forward layers.
+"""
+
+from functools import partial
+
+from sgl_jax.layers.embedding import Embedding, padded_vocab_size
+from sgl_jax.layers.linear import ACTIVATIONS, GatedMLP, Linear
+from sgl_jax.layers.moe import MLPWithExperts
+from sgl_jax.layers.norm import RMSNorm
+from sgl_jax.layers.parameter import parameter
+from sgl_jax.layers.per_layer_embedding import PerLayerEmbedding, PerLayerGate
+from sgl_jax.layers.sources import Padded, Tensor
+from sgl_jax.models.config import LayerSpec, ModelConfig
+from sgl_jax.models.decoder import Architecture, BuildOptions
+from sgl_jax.models.decoder_layer import DecoderLayer
+from sgl_jax.models.llama import attention, gated_mlp, norm
+from sgl_jax.models.projections import linear
+from sgl_jax.models.qwen3 import ExpertNames, mixture_of_experts
+
+_EXPERTS = ExpertNames(block="", router="router.proj")
+# Of layers that read another layer's cache; some checkpoints have them.
+_UNUSED = tuple(f"self_attn.{name}." for name in ("k_proj", "v_proj", "k_norm", "v_norm"))
+
+
+def gemma4_layer(config: ModelConfig, spec: LayerSpec, options: BuildOptions) -> DecoderLayer:
+    """Declare one layer. Raise ValueError if `tp_size` chips cannot split heads or widths."""
+    own = config.of_layer(spec)
+    own_norm = partial(norm, size=own.hidden_size, config=own, options=options)
+    mlp = gated_mlp(own, spec, options)
+    return DecoderLayer(
+        own_norm("input_layernorm"),
+        attention(own, spec, options, qk_norm="each_head", normalises_values=True),
+        own_norm("pre_feedforward_layernorm"),
+        mlp if spec.moe is None else _with_experts(mlp, own, spec, options),
+        attended_norm=own_norm("post_attention_layernorm"),
+        mlp_output_norm=own_norm("post_feedforward_layernorm"),
+        per_layer_gate=_per_layer_gate(own, spec, options),
+        scale=parameter(Tensor("layer_scalar", (1,)), options.dtype, initial="ones"),
+    )
+
+
+def _with_experts(
+    mlp: GatedMLP, config: ModelConfig, spec: LayerSpec, options: BuildOptions
+) -> MLPWithExperts:
+    assert spec.moe is not None
+    own_norm = partial(norm, size=config.hidden_size, config=config, options=options)
+    experts = mixture_of_experts(
+        *(config, spec, spec.moe, options, _EXPERTS),
+        input_norm=own_norm("pre_feedforward_layernorm_2"),
+        router_scale=config.hidden_size**-0.5,
+        expert_scales=Tensor("router.per_expert_scale", (spec.moe.num_experts,)),
+    )
+    factors = Tensor("router.scale", (config.hidden_size,))
+    return MLPWithExperts(
+        mlp,
+        own_norm("post_feedforward_layernorm_1"),
+        experts,
+        RMSNorm(factors, config.rms_norm_eps, options.dtype),
+        own_norm("post_feedforward_layernorm_2"),
+    )
+
+
+def _per_layer_gate(
+    config: ModelConfig, spec: LayerSpec, options: BuildOptions
+) -> PerLayerGate | None:
+    if config.per_layer_embeddings is None:
+        return None
+    hidden, size = config.hidden_size, config.per_layer_embeddings.size
+    gate = Tensor("per_layer_input_gate.weight", (hidden, size), transposed=True)
+    projection = Tensor("per_layer_projection.weight", (size, hidden), transposed=True)
+    return PerLayerGate(
+        linear(spec, options, gate),
+        linear(spec, options, projection),
+        norm("post_per_layer_input_norm", hidden, config, options),
+        ACTIVATIONS[config.activation],
+    )
+
+
+def per_layer_embedding(
+    config: ModelConfig, options: BuildOptions, body: str
+) -> PerLayerEmbedding | None:
+    """Declare the embeddings by layer; `body` is the prefix of their tensors."""
+    sizes, dtype = config.per_layer_embeddings, options.dtype
+    if sizes is None:
+        return None
+    width = config.num_layers * sizes.size
+    rows = padded_vocab_size(sizes.vocab_size, options.tp_size)
+    table = Tensor(f"{body}embed_tokens_per_layer.weight", (sizes.vocab_size, width))
+    projection = Tensor(
+        f"{body}per_layer_model_projection.weight", (config.hidden_size, width), transposed=True
+    )
+    return PerLayerEmbedding(
+        Embedding(Padded(table, rows, axis=0), sizes.vocab_size, width, dtype, is_head=False),
+        Linear(projection, dtype),
+        norm(f"{body}per_layer_projection_norm", sizes.size, config, options),
+        scatters=options.sequence_parallel,
+    )
+
+
+GEMMA4_TEXT = Architecture(
+    gemma4_layer,
+    scales_embedding=True,
+    declare_per_layer_embedding=per_layer_embedding,
+    unused_in_sharing_layers=_UNUSED,
+)
+# The multimodal model: its tensors of images and sounds are not read.
+GEMMA4 = GEMMA4_TEXT._replace(
+    body="model.language_model.",
+    spare_prefixes=(
+        "model.vision_tower.",
+        "model.embed_vision.",
+        "model.audio_tower.",
+        "model.embed_audio.",
+    ),
+)
