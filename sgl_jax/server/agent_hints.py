@@ -6,7 +6,7 @@ so they are scoped by its API key and tenant.
 
 from collections.abc import Iterator
 from math import inf
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import quote
 
 from fastapi import Request
@@ -28,9 +28,11 @@ _ID_HEADERS = (
 )
 _MAX_ID_CHARS = 256
 _MAX_PAUSE_S = 86_400.0  # longer pauses count as a day
+_MAX_DURATION_MS = 1e15
 _KEEP_S = 300.0  # if a client wants a path kept without a time
 # A hint, and for how many seconds.
 _Hint = tuple[Literal["retain", "demote", "evict", "unknown"], float]
+_DEMOTE: _Hint = ("demote", 0.0)
 _EVICT: _Hint = ("evict", 0.0)
 _UNKNOWN: _Hint = ("unknown", 0.0)
 
@@ -88,17 +90,13 @@ def _hints_in(request: Request, body: HintFields, hints: AgentHints) -> Iterator
 
 def _hint_of(action: KvAction) -> _Hint:
     """Return an action's hint. A payload may have `duration_ms`, how long to retain."""
-    match action.action_type.lower(), action.payload:
-        case "retain", {"duration_ms": int() | float() as milliseconds} if (
-            0 <= milliseconds < inf and not isinstance(milliseconds, bool)
-        ):
-            return "retain", float(milliseconds) * 1e-3
-        case "retain", None | {} if "duration_ms" not in (action.payload or ()):
-            return "retain", _KEEP_S
-        case "demote", _:
-            return "demote", 0.0
-        case "evict", _:
-            return _EVICT
+    kind, payload = action.action_type.lower(), action.payload or {}
+    if kind != "retain":
+        return {"demote": _DEMOTE, "evict": _EVICT}.get(kind, _UNKNOWN)
+    sent: Any = payload.get("duration_ms", _KEEP_S * 1e3) if isinstance(payload, dict) else None
+    is_number = isinstance(sent, (int, float)) and not isinstance(sent, bool)
+    if is_number and 0 <= sent < _MAX_DURATION_MS:
+        return "retain", sent * 1e-3
     return _UNKNOWN
 
 

@@ -92,6 +92,8 @@ UNKNOWN: list[tuple[int, dict[str, Any]]] = [
     (2, {"kv_hints": actions("share", "prefetch")}),
     (1, {"kv_hints": actions("retain", duration_ms=-1)}),
     (1, {"kv_hints": actions("retain", duration_ms="long")}),
+    (1, {"kv_hints": actions("retain", duration_ms=True)}),
+    (1, {"kv_hints": actions("retain", duration_ms=10**18)}),
 ]
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("cache_control.type", {"cache_control": {"type": "persistent"}}),
@@ -104,6 +106,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("prompt_cache_retention", {"prompt_cache_retention": 24}),
     ("evict_trajectory", {"agent_context": {"kv_hints": {"evict_trajectory": "yes"}}}),
     ("cache_ttl_ms", {"agent_hints": {"cache_ttl_ms": -1}}),
+    ("valid number", {"agent_hints": {"cache_ttl_ms": 10**400}}),
 ]
 
 
