@@ -4148,21 +4148,22 @@ MUTATIONS = (
     ),
     Mutation(
         "working set: hold for ever",
-        _WORKING_SET,
-        "        return self._now_s - request.held_since < MAX_HOLD_S\n",
-        "        return True\n",
+        _QUEUE,
+        "            if request.arrived_s > arrived_s:\n",
+        "            if True:\n",
     ),
     Mutation(
-        "working set: begin the wait again each time",
-        _WORKING_SET,
-        "        if request.held_since is None:\n",
-        "        if True:\n",
+        "working set: after the longest wait, come behind prompts with fewer tokens to compute",
+        _QUEUE,
+        "            lines.held_until[request.line] = 0\n            lines.skip_count[request.line] = "
+        "self._max_skip_count\n",
+        "            lines.held_until[request.line] = 0\n",
     ),
     Mutation(
         "working set: hold although there is room",
         _WORKING_SET,
-        "        if self._memory.request_pages(num_lacking) <= num_spare:\n",
-        "        if False:\n",
+        "        return self._memory.request_pages(num_lacking) > num_spare\n",
+        "        return True\n",
     ),
     Mutation(
         "working set: count locked pages twice",
