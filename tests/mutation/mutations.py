@@ -4155,9 +4155,8 @@ MUTATIONS = (
     Mutation(
         "working set: after the longest wait, come behind prompts with fewer tokens to compute",
         _QUEUE,
-        "            lines.held_until[request.line] = 0\n            lines.skip_count[request.line] = "
-        "self._max_skip_count\n",
-        "            lines.held_until[request.line] = 0\n",
+        "            lines.skip_count[request.line] = self._max_skip_count\n",
+        "",
     ),
     Mutation(
         "working set: hold although there is room",
