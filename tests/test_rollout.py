@@ -144,7 +144,7 @@ def test_adapters_and_foreign_parameters_are_refused(rollout: TunixRollout) -> N
     with pytest.raises(ValueError, match="not LoRA adapters"):
         rollout.update_params({}, (nnx.LoRAParam,))
     num_updates = rollout.num_updates
-    with pytest.raises(InvalidRequestError, match="other.w is unexpected"):
+    with pytest.raises(InvalidRequestError, match=r"other\.w is unexpected"):
         rollout.update_params({"other": {"w": jnp.ones(3)}})
     assert rollout.num_updates == num_updates
 

@@ -70,6 +70,11 @@ class SchedulerArgs:
         "last use, before prompts without a cached prefix may evict it; 0: they never wait for it",
         bounds=(0.0, 1e6),
     )
+    working_set_max_wait_s: float = setting(
+        600.0,
+        "seconds for which a prompt waits for that at most; then it comes first",
+        bounds=(0.0, 1e6),
+    )
     schedule_conservativeness: float = setting(
         1.0,
         "factor of the price of a retract and, up to 1, of the pages kept for the growth of "

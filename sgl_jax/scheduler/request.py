@@ -43,7 +43,6 @@ class Request:
         "computed_len",
         "dp_rank",
         "expected",
-        "held_since",
         "is_prompt_told",
         "kept_by",
         "kept_len",
@@ -105,8 +104,6 @@ class Request:
         self.matcher: Any = None
         # Tokens that the grammar forces, and the position of the first.
         self.expected: tuple[int, Int32Array] = (0, np.zeros(0, np.int32))
-        # When it first waited for the working set (`working_set.py`).
-        self.held_since: float | None = None
         self.max_len = max_len  # prompt and output tokens at most
         self.state = RequestState.WAITING
         self.lease: KVLease | None = None

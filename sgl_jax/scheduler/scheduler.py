@@ -144,6 +144,8 @@ class Scheduler:
                 for rank in self.ranks:
                     rank.memory.tick(event.now_s)
                     rank.working_set.tick(event.now_s)
+                if all(rank.working_set.is_thrashing for rank in self.ranks):
+                    self._waiting.make_due(event.now_s - self.args.working_set_max_wait_s)
                 self._live.expire(event.now_s)
                 self._sessions.tick(event.now_s)
             case GenerateRequest():

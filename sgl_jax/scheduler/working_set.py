@@ -8,7 +8,8 @@ a window of time (Denning, "The Working Set Model for Program Behavior", 1968) o
 returns order the evictions, are not expected back within twice the window. Requests that find most
 of their prompt cached start as usual: turns of conversations whose history is still present.
 
-A request waits for this reason at most `MAX_HOLD_S`, and never on a rank that runs nothing.
+After `--working-set-max-wait-s`, also behind prompts with fewer tokens to compute, a request is
+due. It never waits for this reason on a rank that runs nothing.
 """
 
 from collections import deque
@@ -18,8 +19,6 @@ from sgl_jax.mem_cache.tree.radix_cache import RadixCache
 from sgl_jax.mem_cache.tree.radix_tree import RadixTree
 from sgl_jax.scheduler.request import Request
 
-# Seconds that a request may wait because it would evict prefixes used lately.
-MAX_HOLD_S = 600.0
 # Steps until such a request is tried again.
 HOLD_STEPS = 16
 # A rank thrashes if more than this part of its evicted pages return.
@@ -81,11 +80,7 @@ class WorkingSet:
         if is_continued or request.num_retractions or self._now_s is None:
             return False
         num_spare = self._memory.num_reclaimable_pages - self._count_recent()
-        if self._memory.request_pages(num_lacking) <= num_spare:
-            return False
-        if request.held_since is None:
-            request.held_since = self._now_s
-        return self._now_s - request.held_since < MAX_HOLD_S
+        return self._memory.request_pages(num_lacking) > num_spare
 
     def _tree(self) -> RadixTree | None:
         cache = self._memory.cache

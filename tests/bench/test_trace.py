@@ -221,6 +221,10 @@ def test_the_command_draws_the_run(tmp_path):
         (["--kv-ns-per-token", "-1"], "--kv-ns-per-token must not be negative"),
         (["--step-base-ms", "0"], "--step-base-ms must be positive"),
         (["--topology", "v6e-8"], "--planner-model and --topology go together"),
+        (
+            ["--overlap-prefill", "--planner-model", "llama-3.1-8b", "--topology", "v6e-8"],
+            "--overlap-prefill belongs to linear costs",
+        ),
         (["--cache-only", "--plot", "x.svg"], "--plot shows a served run"),
         (["--plot", "x.txt"], "--plot must end in one of"),
         (["--plot", "no/such/folder.svg"], "there is no folder 'no/such'"),

@@ -217,6 +217,12 @@ def test_a_step_takes_as_long_as_its_most_loaded_rank():
     assert seconds == pytest.approx(1e-3 + 20 * 10e-6 + 100e-6 + 120 * 1e-6)
 
 
+def test_prompt_tokens_beside_the_rest_do_not_delay_it():
+    loads = [rank_load(rank_plan(1, [99, 0], [1, 20]))]
+    assert LinearStepTime(1.0, 40.0, 0.0, 0.0, True).seconds(loads) == pytest.approx(1e-3)
+    assert LinearStepTime(1.0, 60.0, 0.0, 0.0, True).seconds(loads) == pytest.approx(1.2e-3)
+
+
 # -- steps as long as the planner says ------------------------------------------------------------
 
 SMALL_MODEL = {

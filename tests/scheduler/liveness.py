@@ -29,7 +29,7 @@ from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.scheduler import Scheduler
 from sgl_jax.scheduler.step_builder import StepBuilder
 from sgl_jax.scheduler.waiting.waiting_queue import WaitingQueue
-from sgl_jax.scheduler.working_set import HOLD_STEPS, MAX_HOLD_S, WorkingSet
+from sgl_jax.scheduler.working_set import HOLD_STEPS, WorkingSet
 
 # Steps that a request may be due for: a rank is held for it, whose requests end in the meantime.
 MAX_STEPS_DUE = 1500
@@ -233,7 +233,7 @@ class Liveness:
         )
         assert 2 * num_lacking > len(request.tokens)
         now_s = scheduler._live.deadlines.now_s
-        assert now_s - request.held_since < MAX_HOLD_S
+        assert now_s - request.arrived_s < scheduler.args.working_set_max_wait_s
         since = own._clocks[0][1]
         in_use = pages_in_use(rank)
         recent = {

@@ -5,10 +5,12 @@ from typing import Any
 import numpy as np
 
 from sgl_jax.core.scheduler_args import SchedulerArgs
+from sgl_jax.scheduler.request import RequestState
 from sgl_jax.scheduler.waiting.waiting_queue import MAX_SKIP_COUNT
-from sgl_jax.scheduler.working_set import HOLD_STEPS, MAX_HOLD_S, num_pages_in_use
+from sgl_jax.scheduler.working_set import HOLD_STEPS, num_pages_in_use
 from tests.scheduler.driver import Driver, generate, make_sizes
 
+MAX_WAIT_S = SchedulerArgs().working_set_max_wait_s
 PROMPTS = {name: [number] * 64 for number, name in enumerate("abcde", 1)}
 
 
@@ -78,15 +80,29 @@ def test_it_waits_no_longer_than_the_bound() -> None:
     run_beside(driver, "new", PROMPTS["a"])
     driver.step()
     start = now_s(driver)
-    driver.tick(start + MAX_HOLD_S - 1)
+    driver.tick(start + MAX_WAIT_S - 1)
     # What was used before is old by now, so it is used again.
     driver.submit(generate("again", PROMPTS["e"], 1))
     driver.submit(generate("again too", PROMPTS["d"], 1))
     driver.submit(generate("and again", PROMPTS["c"], 1))
     for _ in range(HOLD_STEPS - 3):
         driver.step()
-    driver.tick(start + MAX_HOLD_S)
+    driver.tick(start + MAX_WAIT_S)
     steps_until_started(driver, "new", 2 * HOLD_STEPS)
+
+
+def test_after_the_bound_it_starts_before_prompts_with_fewer_tokens_to_compute() -> None:
+    driver = thrashing_driver(working_set_max_wait_s=20.0)
+    run_beside(driver, "new", PROMPTS["a"])
+    driver.step()
+    start = now_s(driver)
+    assert driver.scheduler.why_waiting("new").kind == "working_set"
+    driver.tick(start + 20.0)
+    for number in range(4):
+        driver.submit(generate(f"next{number}", [*PROMPTS["e"][:40], *[number + 10] * 20], 1))
+    driver.step()
+    assert driver.scheduler._requests["new"].state is RequestState.RUNNING
+    assert driver.scheduler.why_waiting("next3").kind == "step"
 
 
 def test_it_starts_when_what_it_evicts_was_not_used_for_the_window() -> None:

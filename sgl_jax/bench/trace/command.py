@@ -39,7 +39,8 @@ ENGINE_SETTINGS = (
     *("enable_hierarchical_cache", "hicache_ratio", "hicache_write_policy"),
     *("hicache_fetch_policy", "hicache_storage_backend", "hicache_storage_prefetch_policy"),
     *("dp_size", "tp_size", "max_total_tokens", "max_running_requests"),
-    *("chunked_prefill_size", "schedule_policy", "working_set_s", "load_balance_method"),
+    *("chunked_prefill_size", "schedule_policy", "working_set_s"),
+    *("working_set_max_wait_s", "load_balance_method"),
     *PLANNER_SETTINGS,
 )
 _CAPACITIES = "1000,3000,10000,30000"

@@ -85,6 +85,11 @@ def add_step_time(parser: argparse._ActionsContainer) -> None:
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=float, default=default, help=f"{text} (%(default)s)")
     parser.add_argument(
+        "--overlap-prefill",
+        action="store_true",
+        help="compute prompt tokens beside the rest of a step, which takes the longer of the two",
+    )
+    parser.add_argument(
         "--kv-bytes-per-token",
         type=int,
         default=_KV_BYTES_PER_TOKEN,
@@ -109,6 +114,8 @@ def check_engine(words: argparse.Namespace) -> None:
         raise ValueError(f"--kv-bytes-per-token must be positive, got {words.kv_bytes_per_token}")
     if words.step_base_ms == 0:
         raise ValueError("--step-base-ms must be positive: the clock would stand still")
+    if words.overlap_prefill and words.planner_model is not None:
+        raise ValueError("--overlap-prefill belongs to linear costs, not to --planner-model")
     if (words.planner_model is None) != (words.topology is None):
         raise ValueError("--planner-model and --topology go together")
     defaults = ServerArgs(model_path="")
@@ -148,12 +155,15 @@ def simulated_engine(
         max_prompt_logprob_tokens=limits.prompt_logprob_tokens,
         vocab_size=VOCAB_SIZE,
     )
-    linear = LinearStepTime(*(getattr(words, name) for name, _, _ in _LINEAR_COSTS))
+    costs = (getattr(words, name) for name, _, _ in _LINEAR_COSTS)
+    linear = LinearStepTime(*costs, overlaps_prefill=words.overlap_prefill)
     about = (
         f"a step takes {linear.base_ms:g} ms, {linear.prefill_us_per_token:g} us a prompt token, "
         f"{linear.decode_us_per_row:g} us a decoding request, {linear.kv_ns_per_token:g} ns a KV "
         "token read"
     )
+    if linear.overlaps_prefill:
+        about += ", prompt tokens beside the rest"
     if args.enable_hierarchical_cache:
         num_blocks = 1 + int(args.hicache_ratio * (sizes.pool_pages[0] - 1))
         sizes = sizes._replace(host_blocks=(num_blocks,))

@@ -54,6 +54,8 @@ class LinearStepTime(NamedTuple):
     prefill_us_per_token: float
     decode_us_per_row: float
     kv_ns_per_token: float  # per KV token read
+    # Whether prompt tokens are computed beside the rest: a step takes the longer of the two.
+    overlaps_prefill: bool = False
 
     def seconds(self, loads: Sequence[RankLoad]) -> float:
         """Return the seconds of a step, the maximum over its ranks; a `StepSeconds`."""
@@ -61,9 +63,10 @@ class LinearStepTime(NamedTuple):
 
     def _rank_seconds(self, load: RankLoad) -> float:
         kv_tokens = load.decode_kv_tokens + load.prefill_kv_tokens
-        return (
+        prefill_s = self.prefill_us_per_token * 1e-6 * load.prefill_tokens
+        rest_s = (
             self.base_ms * 1e-3
-            + self.prefill_us_per_token * 1e-6 * load.prefill_tokens
             + self.decode_us_per_row * 1e-6 * load.decode_rows
             + self.kv_ns_per_token * 1e-9 * kv_tokens
         )
+        return max(prefill_s, rest_s) if self.overlaps_prefill else prefill_s + rest_s

@@ -287,6 +287,18 @@ class WaitingQueue:
         """Try the requests again that `hold_until` delays."""
         self._columns.lines.held_until[: self._columns.end] = 0
 
+    def make_due(self, arrived_s: float) -> None:
+        """Make the requests due that arrived at `arrived_s` or before, and have not run yet; not if
+        the first to come is served first."""
+        if not self.uses_cached_len:
+            return
+        lines = self._columns.lines
+        for request in self._requests.values():
+            if request.arrived_s > arrived_s:
+                break  # requests that were retracted come last
+            lines.held_until[request.line] = 0
+            lines.skip_count[request.line] = self._max_skip_count
+
     def candidates(
         self,
         offer: Offer,
