@@ -156,7 +156,7 @@ def simulated_engine(
         vocab_size=VOCAB_SIZE,
     )
     costs = (getattr(words, name) for name, _, _ in _LINEAR_COSTS)
-    linear = LinearStepTime(*costs, overlaps_prefill=words.overlap_prefill)
+    linear = LinearStepTime(*costs)._replace(overlaps_prefill=words.overlap_prefill)
     about = (
         f"a step takes {linear.base_ms:g} ms, {linear.prefill_us_per_token:g} us a prompt token, "
         f"{linear.decode_us_per_row:g} us a decoding request, {linear.kv_ns_per_token:g} ns a KV "
