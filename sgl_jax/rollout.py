@@ -117,8 +117,7 @@ class TunixRollout(BaseRollout):  # type: ignore[misc]
         logps = np.zeros(completion_tokens.shape, np.float32)
         prompts = [_without_padding(row[::-1], self.pad_id())[::-1] for row in _rows(prompt_tokens)]
         completions = [
-            _without_padding(_until(row, self.eos_id()), self.pad_id())
-            for row in _rows(completion_tokens)
+            _completion(row, self.eos_id(), self.pad_id()) for row in _rows(completion_tokens)
         ]
         scored = [index for index, completion in enumerate(completions) if completion]
         scores = self.engine.score(
@@ -171,5 +170,8 @@ def _without_padding(tokens: list[int], pad_id: int) -> list[int]:
     return tokens[:end]
 
 
-def _until(tokens: list[int], last: int) -> list[int]:
-    return tokens[: tokens.index(last) + 1] if last in tokens else tokens
+def _completion(tokens: list[int], eos_id: int, pad_id: int) -> list[int]:
+    """Return `tokens` up to the first end of sequence, which may be the padding token, too."""
+    if eos_id in tokens:
+        return tokens[: tokens.index(eos_id) + 1]
+    return _without_padding(tokens, pad_id)

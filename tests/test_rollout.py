@@ -106,6 +106,19 @@ def test_scores_of_completions_are_those_of_their_generation(rollout: TunixRollo
         assert not row[len(logprobs) :].any()
 
 
+def test_the_last_token_is_scored_if_it_pads_too(
+    rollout: TunixRollout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eos = rollout.eos_id()
+    row = [*rollout.generate(PROMPTS[:1], configured(0.7)).tokens[0].tolist()[:3], eos]
+    prompt = jnp.array([rollout._encode(PROMPTS[0])])
+    (expected,) = rollout.get_per_token_logps(prompt, jnp.array([row]))
+    assert expected[3]
+    monkeypatch.setattr(rollout, "pad_id", rollout.eos_id)
+    (scores,) = rollout.get_per_token_logps(prompt, jnp.array([[*row, eos, eos]]))
+    np.testing.assert_allclose(scores, [*expected, 0, 0], atol=2e-5)
+
+
 def test_prompts_are_padded_on_the_left_and_keep_their_last_tokens(rollout: TunixRollout) -> None:
     config = configured(0.7)
     config.max_prompt_length = 6
