@@ -22,6 +22,7 @@ AT_LOAD: Mapping[str, Scheme] = MappingProxyType(
 )
 
 _SHARED_EXPERT = ("shared_expert", "shared_experts")  # the names in Qwen and DeepSeek
+_PER_LAYER = ("per_layer_input_gate", "per_layer_projection")  # Gemma 4
 # The parts of a layer that checkpoints quantize, relative to it; expert 0 stands for all experts.
 MODULES = (
     *(f"self_attn.{x}_proj" for x in "qkvo"),
@@ -32,6 +33,8 @@ MODULES = (
     *(f"mlp.{x}.{y}_proj" for x in _SHARED_EXPERT for y in ("gate", "up", "down")),
     *(f"linear_attn.in_proj_{x}" for x in ("qkvz", "qkv", "z", "ba", "b", "a")),
     "linear_attn.out_proj",
+    *(f"experts.0.{x}_proj" for x in ("gate", "up", "down")),  # Gemma 4
+    *_PER_LAYER,
 )
 _LINEAR_GATES = ("in_proj_ba", "in_proj_b", "in_proj_a")  # too small to be worth quantizing
 # Prefixes of layers, see `Architecture`. In a model with a text part, files and config may differ.
@@ -121,4 +124,4 @@ def _fits(pattern: str, module: str) -> bool:
 def quantize_at_load(scheme: Scheme) -> QuantizationConfig:
     """Return a configuration that quantizes all layers' matrices at load except the smallest."""
     rule = Rule(scheme, Stored("float"))
-    return QuantizationConfig((((), rule),), ("lm_head", *_LINEAR_GATES))
+    return QuantizationConfig((((), rule),), ("lm_head", *_LINEAR_GATES, *_PER_LAYER))
