@@ -25,6 +25,7 @@ from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.step_plan import Float32Array
 from sgl_jax.executor.device_defaults import TPU_PAGE_SIZE
+from sgl_jax.executor.engine_config import check_kv_scales
 from sgl_jax.executor.model_executor import ModelExecutor
 from sgl_jax.mem_cache import device_pool
 from sgl_jax.models.config import ModelConfig
@@ -134,10 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = ModelConfig.from_path(args.model_path)
         if config.latent is not None:
             raise ValueError("scales of an 8-bit KV cache are of heads, and latents have none")
-        if config.has_unlike_heads:
-            raise ValueError(
-                "scales of an 8-bit KV cache are not supported for heads of unlike sizes"
-            )
+        check_kv_scales(config)
         prompts = read_prompts(options, args)
         k, v = kv_absmax(args, prompts, options.output_len)
         scales = ScalesByHead.fitting(k, v, options.margin)

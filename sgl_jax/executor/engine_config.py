@@ -74,10 +74,8 @@ class EngineConfig(NamedTuple):
                     raise ValueError(f"{flag(name)} {value} needs a model with experts")
         if model.latent is not None and (args.kv_cache_scales or _stores_kv_scales(model)):
             raise ValueError("scales of an 8-bit KV cache are of heads, and latents have none")
-        if model.has_unlike_heads and (args.kv_cache_scales or _stores_kv_scales(model)):
-            raise ValueError(
-                "scales of an 8-bit KV cache are not supported for heads of unlike sizes"
-            )
+        if args.kv_cache_scales or _stores_kv_scales(model):
+            check_kv_scales(model)
         if args.enable_deterministic_inference:
             _check_invariant(args, model)
         groups = model.cache_groups()
@@ -352,6 +350,16 @@ class EngineConfig(NamedTuple):
             counts = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=own)
         state = StepState(token_table, row_lens, pools, states, counts)
         return state, of_rows(packed_width(sizes.max_stop_ids))
+
+
+def check_kv_scales(model: ModelConfig) -> None:
+    """Raise ValueError if the model's 8-bit KV cache cannot have scales."""
+    for is_so, what in (
+        (model.has_unlike_heads, "heads of unlike sizes"),
+        (model.has_shared_caches, "layers that read another layer's cache"),
+    ):
+        if is_so:
+            raise ValueError(f"scales of an 8-bit KV cache are not supported for {what}")
 
 
 def _stores_kv_scales(model: ModelConfig) -> bool:

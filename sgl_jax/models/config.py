@@ -18,6 +18,7 @@ from sgl_jax.models.config_defaults import (
     architecture_name,
     chooses_qk_norm,
     completed,
+    has_head_sizes_by_layer,
     has_latents,
     is_hybrid,
 )
@@ -114,6 +115,10 @@ class ModelConfig:
     @property
     def has_unlike_heads(self) -> bool:
         return any(spec.heads is not None for spec in self.layers)
+
+    @property
+    def has_shared_caches(self) -> bool:
+        return any(spec.cache_source is not None for spec in self.layers)
 
     @property
     def moe(self) -> MoeConfig | None:
@@ -352,7 +357,8 @@ def _layers(
 
 
 def _score_scale(raw: Mapping[str, Any], head_dim: int) -> float:
-    scale: float = positive_float(raw, "query_pre_attn_scalar", default=head_dim) ** -0.5
+    usual = 1 if has_head_sizes_by_layer(raw) else head_dim
+    scale: float = positive_float(raw, "query_pre_attn_scalar", default=usual) ** -0.5
     return scale * score_factor(raw) if has_latents(raw) else scale
 
 

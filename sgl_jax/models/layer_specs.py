@@ -111,7 +111,9 @@ def _windows(
     They stay, as long as the context, where layers without a window have other heads.
     """
     sizes = {}
-    if SLIDING in kinds and switch(raw, "use_sliding_window", default=True):
+    # Gemma 4 has no such switch, and its kinds of layers have unlike heads.
+    may_switch = not has_head_sizes_by_layer(raw)
+    if SLIDING in kinds and (not may_switch or switch(raw, "use_sliding_window", default=True)):
         sizes[SLIDING] = positive_int(raw, "sliding_window")
     if CHUNKED in kinds:
         sizes[CHUNKED] = positive_int(raw, "attention_chunk_size")

@@ -91,6 +91,12 @@ def test_a_window_as_long_as_the_context_keeps_its_pool():
     assert [group.sliding_window for group in config.cache_groups()] == [None, 256]
 
 
+def test_fields_of_other_families_leave_windows_and_scores_as_they_are():
+    config = read(use_sliding_window=False, query_pre_attn_scalar=None)
+    assert config == read()
+    assert config.score_scale == 1.0
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -123,6 +129,16 @@ def test_experts_count_only_if_they_are_enabled():
     assert read(**experts, enable_moe_block=True).moe.choice.top_k == 2
 
 
+def test_experts_are_quantized_at_load_as_the_dense_layers_are():
+    experts = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
+    config = read(**experts, enable_moe_block=True).quantized("int8")
+    declared = declarations(build_model(config, BuildOptions("bfloat16")))
+    for part in (("mlp",), ("experts",)):
+        for name in ("gate", "up", "down"):
+            values = declared["layers", "0", "mlp", *part, name, "weight", "values"]
+            assert values.array.dtype == "int8"
+
+
 def test_a_step_reads_only_the_rows_of_its_tokens():
     config = published("gemma-4-e2b")
     table = declarations(build_model(config, BuildOptions("bfloat16")))[
@@ -144,6 +160,10 @@ def test_what_has_one_shape_for_all_layers_is_refused(tmp_path):
     args = ServerArgs(model_path="", kv_cache_dtype="fp8_e4m3", kv_cache_scales="scales.json")
     with pytest.raises(ValueError, match="not supported for heads of unlike sizes"):
         EngineConfig.resolve(args, read(), "cpu")
+    shared = read(num_kv_shared_layers=1, global_head_dim=16)
+    assert not shared.has_unlike_heads
+    with pytest.raises(ValueError, match="not supported for layers that read another layer's"):
+        EngineConfig.resolve(args, shared, "cpu")
     head = PLAIN | {"architectures": ["LlamaForCausalLMEagle3"]}
     (tmp_path / "config.json").write_text(json.dumps(head))
     with pytest.raises(ModelConfigError, match="EAGLE3 is not supported for models with heads of"):
