@@ -336,8 +336,8 @@ MUTATIONS = (
     Mutation(
         "release what other paths use at the end of a conversation",
         _ADAPTIVE,
-        "if is_shared or (is_last and len(node.children) > (not is_end)):",
-        "if is_shared:",
+        "if _is_shared(node) or (is_last and len(node.children) > (not is_end)):",
+        "if _is_shared(node):",
     ),
     Mutation(
         "evict in place of a retained path without an end",

@@ -286,15 +286,21 @@ class AdaptivePolicy(EvictionPolicy):
         rest = expected.former
         if rest is not None and rest in self:
             on_path = {node.node_id for node in path}
-            while rest is not None and rest.node_id not in on_path and len(rest.children) < 2:
+            while (
+                rest is not None
+                and rest.node_id not in on_path
+                and len(rest.children) < 2
+                and not _is_shared(rest)
+            ):
                 self._expect(rest, REPLACED)
                 rest = rest.parent
         num_shared = _num_shared(path, is_last=end.is_last)
         for number, node in enumerate(path):
             is_own = number >= num_shared
             self._expect(node, expected.return_class if is_own else expected.measured_class)
-        if len(expected.replaced):
-            self._shadows.expect(expected.replaced, REPLACED)
+        replaced = _own_part(expected.replaced, expected.former)
+        if len(replaced):
+            self._shadows.expect(replaced, REPLACED)
         num_pages = sum(len(node.page_hashes) for node in path[:num_shared])
         if num_pages:
             self._shadows.expect(hashes[:num_pages], expected.measured_class)
@@ -351,14 +357,29 @@ def _last_hash(node: TreeNode) -> int:
     return int(node.page_hashes.view(np.int64)[-1])
 
 
+def _is_shared(node: TreeNode) -> bool:
+    """Return whether paths of other holders may go through the node."""
+    return node.retention is None or node.retention.holder is None
+
+
+def _own_part(hashes: Int64Array, leaf: TreeNode | None) -> Int64Array:
+    """Return the hashes of a path's end after the last node, from `leaf` up, with other holders'
+    paths."""
+    node = leaf
+    while node is not None and node.parent is not None:
+        if _is_shared(node):
+            found = np.flatnonzero(hashes == _last_hash(node))
+            return hashes[found[-1] + 1 :] if len(found) else hashes
+        node = node.parent
+    return hashes
+
+
 def _num_shared(path: Sequence[TreeNode], *, is_last: bool) -> int:
     """Count the nodes of a path up to the last one on which its hints do not count: one with paths
     of other holders or, if the conversation ended, with any other path."""
     for number in range(len(path), 0, -1):
         node, is_end = path[number - 1], number == len(path)
-        retention = node.retention
-        is_shared = retention is None or retention.holder is None
-        if is_shared or (is_last and len(node.children) > (not is_end)):
+        if _is_shared(node) or (is_last and len(node.children) > (not is_end)):
             return number
     return 0
 

@@ -222,6 +222,19 @@ def test_hints_do_not_count_for_pages_that_others_use() -> None:
         assert inner.return_class == FIRST_CLASS
 
 
+def test_a_replaced_path_that_another_tenant_has_too_keeps_its_place() -> None:
+    for other, is_replaced in (("a", True), ("b", False)):
+        cache, agent = Cache(), ("", "x")
+        cache.serve(prompt(1), tenant=other, agent=("", "y"))
+        cache.serve(prompt(1), tenant="a", agent=agent)
+        cache.serve(np.concatenate([prompt(1, 1), prompt(2)]), tenant="a", agent=agent)
+        former = cache.leaf(prompt(1))
+        assert (former.return_class == REPLACED) == is_replaced
+        cache.policy._follow(cache.policy._shadows.read())
+        page_hash = int(former.page_hashes.view(np.int64)[-1])
+        assert (cache.policy._shadows.num_uses(page_hash) == REPLACED) == is_replaced
+
+
 def test_agents_without_a_tenant_keep_nothing_in_place_of_each_others_paths() -> None:
     cache = Cache()
     cache.serve(prompt(0), agent=("", "x"), keep_s=3600.0)
