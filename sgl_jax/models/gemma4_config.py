@@ -89,7 +89,9 @@ def _listed_sizes(raw: Mapping[str, Any], usual: HeadSizes, num_layers: int) -> 
             )
         for name in own:
             if name not in ("num_key_value_heads", "head_dim"):
-                raise ModelConfigError(f"{name} = {own[name]!r} in per_layer_config of layer {key}")
+                raise ModelConfigError(
+                    f"{name} = {own[name]!r} in per_layer_config is not supported"
+                )
         sizes[int(key)] = HeadSizes(
             positive_int(own, "num_key_value_heads", default=usual.num_kv_heads),
             positive_int(own, "head_dim", default=usual.head_dim),

@@ -264,7 +264,7 @@ def test_a_folder_without_weights_is_refused(qwen3):
     "family",
     [
         *("qwen3_moe_mixed", "gpt_oss_mxfp4"),
-        *long("qwen2", "qwen3_moe", "gemma3", "gpt_oss", "deepseek_v3"),
+        *long("qwen2", "qwen3_moe", "gemma3", "gpt_oss", "deepseek_v3", "gemma4", "gemma4_moe"),
     ],
 )
 def test_an_orbax_checkpoint_holds_the_same_for_any_mesh(tmp_path, family):
