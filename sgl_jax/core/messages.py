@@ -95,7 +95,7 @@ def holder_of(tenant: Tenant | None) -> str:
     return "" if tenant is None or tenant.is_pooled else tenant.name
 
 
-# Names of the hints in a `Reuse`, and of what becomes of them (`scheduler/hint_counts.py`).
+# The hints that a `Reuse` holds, and their outcomes (`scheduler/hint_counts.py`).
 HINTS = ("pause", "retain", "evict", "unknown")
 HINT_OUTCOMES = ("honored", "capped", "ignored")
 

@@ -57,7 +57,7 @@ class LayerSpec:
     is_chunked: bool = False
     heads: HeadSizes | None = None  # None: the model's
     values_are_keys: bool = False  # the keys' projection gives values, too
-    cache_source: int | None = None  # the layer whose cache it reads; None: its own
+    cache_source: int | None = None  # reads the cache of this layer; None: has a cache
     mlp_width: int | None = None  # of the dense feed-forward layer; None: the model's
     rules: tuple[tuple[str, Rule], ...] = ()  # of quantized matrices, by their modules' names
 
@@ -70,7 +70,7 @@ def read_layers(raw: Mapping[str, Any], max_positions: int) -> tuple[LayerSpec, 
     num_layers = positive_int(raw, "num_hidden_layers")
     kinds = _layer_kinds(raw, num_layers)
     if has_head_sizes_by_layer(raw):
-        kinds[-1] = FULL  # as in transformers, whatever the config names
+        kinds[-1] = FULL  # transformers overrides the config here, too
     check_rope_by_kind(raw, kinds)
     head_sizes, sources = read_head_sizes(raw, kinds), read_cache_sources(raw, kinds)
     is_wide, k_is_v = (switch(raw, name) for name in ("use_double_wide_mlp", "attention_k_eq_v"))

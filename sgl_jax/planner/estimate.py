@@ -67,7 +67,7 @@ class Estimate:
     expected_requests_per_s: float  # the same at the rates that engines reach, see `load.py`
     # `memory.num_requests` if every layer kept every token; None if every layer does.
     requests_without_windows: int | None = None
-    # `memory.num_requests` if every layer had its own cache; None if every layer does.
+    # `memory.num_requests` without shared caches; None if the model has none.
     requests_without_sharing: int | None = None
     # `memory.num_requests` if keys and values were cached instead of latents; None if they are.
     requests_with_heads: int | None = None

@@ -115,8 +115,8 @@ def requests_without_windows(request: PlanRequest, memory: MemoryPlan) -> int | 
 
 
 def requests_without_sharing(request: PlanRequest) -> int | None:
-    """Return the concurrent requests of a rank if every layer had its own cache; None if every
-    layer does."""
+    """Return the concurrent requests of a rank if no layer read another layer's cache; None if none
+    does."""
     layers = request.config.layers
     if all(spec.cache_source is None for spec in layers):
         return None

@@ -87,7 +87,7 @@ def add_step_time(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--overlap-prefill",
         action="store_true",
-        help="compute prompt tokens beside the rest of a step, which takes the longer of the two",
+        help="compute prompt tokens in parallel with decoding: a step takes the longer time",
     )
     parser.add_argument(
         "--kv-bytes-per-token",
@@ -163,7 +163,7 @@ def simulated_engine(
         "token read"
     )
     if linear.overlaps_prefill:
-        about += ", prompt tokens beside the rest"
+        about += ", prompt tokens in parallel"
     if args.enable_hierarchical_cache:
         num_blocks = 1 + int(args.hicache_ratio * (sizes.pool_pages[0] - 1))
         sizes = sizes._replace(host_blocks=(num_blocks,))

@@ -54,7 +54,7 @@ class LinearStepTime(NamedTuple):
     prefill_us_per_token: float
     decode_us_per_row: float
     kv_ns_per_token: float  # per KV token read
-    # Whether prompt tokens are computed beside the rest: a step takes the longer of the two.
+    # Prompt tokens are computed in parallel with decoding: a step takes the longer time.
     overlaps_prefill: bool = False
 
     def seconds(self, loads: Sequence[RankLoad]) -> float:
