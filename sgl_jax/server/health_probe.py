@@ -18,8 +18,8 @@ from sgl_jax.engine.front.request_stream import RequestStream
 
 _INTERVAL_S = 0.1
 # For each client that probes, up to a second: receiving a request and sending its answer take about
-# 1 ms, so clients that probe without a pause use about 1/20 of the server's core.
-_CLIENT_INTERVAL_S = 0.02
+# 1 ms, so clients that probe without a pause use about 1/40 of the server's core.
+_CLIENT_INTERVAL_S = 0.04
 _INTERVAL_AFTER_ERROR_S = 5.0  # equals the interval of the engine's probe steps
 _OTHERS_TIME_S = 1.0  # wait for a token of other requests before sending a request
 _ONE_TOKEN = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
