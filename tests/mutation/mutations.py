@@ -4224,14 +4224,20 @@ MUTATIONS = (
     Mutation(
         "working set: hold for ever",
         _QUEUE,
-        "            if request.arrived_s > arrived_s:\n",
-        "            if True:\n",
+        "            if request.arrived_s <= arrived_s and not request.num_retractions:\n",
+        "            if False:\n",
     ),
     Mutation(
         "working set: after the longest wait, come behind prompts with fewer tokens to compute",
         _QUEUE,
-        "            lines.skip_count[request.line] = self._max_skip_count\n",
+        "                lines.skip_count[request.line] = self._max_skip_count\n",
         "",
+    ),
+    Mutation(
+        "working set: make a retracted request due before others",
+        _QUEUE,
+        "request.arrived_s <= arrived_s and not request.num_retractions:",
+        "request.arrived_s <= arrived_s:",
     ),
     Mutation(
         "working set: hold although there is room",

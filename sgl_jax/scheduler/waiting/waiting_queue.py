@@ -294,10 +294,9 @@ class WaitingQueue:
             return
         lines = self._columns.lines
         for request in self._requests.values():
-            if request.arrived_s > arrived_s:
-                break  # requests that were retracted come last
-            lines.held_until[request.line] = 0
-            lines.skip_count[request.line] = self._max_skip_count
+            if request.arrived_s <= arrived_s and not request.num_retractions:
+                lines.held_until[request.line] = 0
+                lines.skip_count[request.line] = self._max_skip_count
 
     def candidates(
         self,

@@ -416,6 +416,17 @@ def test_a_line_that_is_used_again_stays_for_no_rank() -> None:
 # -- passed over ------------------------------------------------------------------------------
 
 
+def test_requests_are_due_by_their_arrival_whenever_they_were_added() -> None:
+    queue = Queue()
+    queue.add(0, arrived_s=2.0)
+    behind_a_gate = queue.add(1, arrived_s=1.0)  # for a grammar, say
+    retracted = queue.add(2, arrived_s=0.5, num_retractions=1)
+    queue.waiting.make_due(arrived_s=1.0)
+    assert queue.waiting.find_due("r1") is behind_a_gate
+    assert queue.waiting.find_due("r0") is None
+    assert queue.waiting.find_due(retracted.rid) is None
+
+
 def pass_over(queue: Queue, arrivals: range, dp_rank: int = 0) -> None:
     """As many requests arrive and start at once on a rank."""
     for arrival in arrivals:
