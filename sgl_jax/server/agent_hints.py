@@ -13,7 +13,7 @@ from fastapi import Request
 
 from sgl_jax.core.messages import Reuse, Tenant
 from sgl_jax.server.guards.keys import caller_of
-from sgl_jax.server.hint_fields import AgentHints, HintFields, KvAction
+from sgl_jax.server.hint_fields import AgentHints, HintFields, KvAction, longest_mark
 from sgl_jax.server.references import References
 
 # Headers with the id of one chain of requests, of Claude Code, Codex, opencode and Dynamo, the id
@@ -70,8 +70,9 @@ def reuse_of(
 
 
 def _hints_in(request: Request, body: HintFields, hints: AgentHints) -> Iterator[_Hint]:
-    if body.cache_control is not None:
-        yield "retain", body.cache_control.keep_s
+    mark = longest_mark(body)
+    if mark is not None:
+        yield "retain", mark.keep_s
     if hints.cache_ttl_ms is not None:
         yield "retain", hints.cache_ttl_ms * 1e-3
     if hints.reuse_hint is not None:

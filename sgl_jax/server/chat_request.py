@@ -18,6 +18,7 @@ from sgl_jax.server.fields import (
     held_schema,
     refuse_several,
 )
+from sgl_jax.server.hint_fields import MarkedPart
 from sgl_jax.server.strict_model import Part, StrictModel
 
 T = TypeVar("T")
@@ -36,7 +37,7 @@ class FunctionDefinition(Part):
     )
 
 
-class Tool(StrictModel):
+class Tool(MarkedPart):
     type: Literal["function"]
     function: FunctionDefinition
 
@@ -91,14 +92,14 @@ ToolChoice = (
 MAX_MESSAGES = 16_384
 
 
-class TextPart(StrictModel):
+class TextPart(MarkedPart):
     """A piece of a message; images and audio are not supported."""
 
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(Part):
+class ChatMessage(MarkedPart):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Items[TextPart] | None = Field(
         default=None, description="may be omitted if there are tool_calls or reasoning_content"

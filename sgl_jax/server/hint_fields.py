@@ -10,6 +10,7 @@ from sgl_jax.server.strict_model import Part, StrictModel
 
 _Name = Annotated[str, Field(max_length=64)]
 _Duration = Annotated[float, Field(ge=0)]
+_PARTS = ("tools", "system", "messages", "input", "content")  # fields whose parts have marks
 
 
 class AgentHints(StrictModel):
@@ -85,20 +86,22 @@ class HintFields(StrictModel):
 class MarkedPart(Part):
     """A part of a prompt that may have a mark."""
 
-    cache_control: CacheControl | None = None
+    # Chat templates do not get it.
+    cache_control: CacheControl | None = Field(default=None, exclude=True)
 
 
-def longest_mark(parts: Any) -> CacheControl | None:
-    """Return the mark with the longest time of a body's parts, of which some are lists of parts."""
-    return max(_marks_in(parts), key=lambda mark: mark.keep_s, default=None)
+def longest_mark(body: StrictModel) -> CacheControl | None:
+    """Return the mark with the longest time of a body and its parts."""
+    return max(_marks_in(body), key=lambda mark: mark.keep_s, default=None)
 
 
-def _marks_in(parts: Any) -> Iterator[CacheControl]:
-    if isinstance(parts, list):
-        for part in parts:
-            yield from _marks_in(part)
-    elif isinstance(parts, StrictModel):
-        mark = getattr(parts, "cache_control", None)
+def _marks_in(part: Any) -> Iterator[CacheControl]:
+    if isinstance(part, list):
+        for each in part:
+            yield from _marks_in(each)
+    elif isinstance(part, StrictModel):
+        mark = getattr(part, "cache_control", None)
         if mark is not None:
             yield mark
-        yield from _marks_in(getattr(parts, "content", None))
+        for name in _PARTS:
+            yield from _marks_in(getattr(part, name, None))

@@ -1,5 +1,6 @@
 """What requests tell of their conversation's next one, and messages of the cache."""
 
+import json
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -66,6 +67,30 @@ def actions(*kinds: str, **payload: Any) -> dict[str, Any]:
     return {"protocol_version": 1, "message_id": "m", "actions": sent}
 
 
+# Marks as clients of OpenAI's APIs send them for models of several providers.
+MARKED_BODIES = [
+    ("chat/completions", {"messages": [{"role": "user", "content": [marked("Hi.", "1h")]}]}),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": "Hi."} | {"cache_control": mark("1h")}]},
+    ),
+    (
+        "chat/completions",
+        {
+            "messages": [{"role": "user", "content": [marked("Hi.")]}],
+            "tools": [
+                {
+                    "type": "function",
+                    "function": {"name": "f", "parameters": {}},
+                    "cache_control": mark("1h"),
+                }
+            ],
+        },
+    ),
+    ("responses", {"input": [{"role": "user", "content": [marked("Hi.", "1h")]}]}),
+]
+
+
 TRAJECTORY = {"trajectory_id": "t", "kv_hints": {"evict_trajectory": True}}
 KEPT: list[tuple[float, dict[str, Any]]] = [
     (300.0, {"system": [marked("s"), marked("t")]}),
@@ -108,6 +133,27 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("cache_ttl_ms", {"agent_hints": {"cache_ttl_ms": -1}}),
     ("valid number", {"agent_hints": {"cache_ttl_ms": 10**400}}),
 ]
+
+
+@pytest.mark.parametrize(("route", "body"), MARKED_BODIES)
+async def test_marks_in_parts_are_hints_in_openais_apis_too(
+    tools_rig: Rig, route: str, body: dict[str, Any]
+) -> None:
+    tools_rig.engine.seen.clear()
+    answer = await tools_rig.http.post(f"/v1/{route}", json={"model": "model", **body})
+    assert answer.status_code == 200, answer.text
+    (request,) = (m for m in tools_rig.engine.seen if isinstance(m, GenerateRequest))
+    assert request.reuse.keep_s == 3600.0
+    plain = json.loads(json.dumps(body), object_hook=without_marks)
+    tools_rig.engine.seen.clear()
+    await tools_rig.http.post(f"/v1/{route}", json={"model": "model", **plain})
+    (other,) = (m for m in tools_rig.engine.seen if isinstance(m, GenerateRequest))
+    assert request.input_ids == other.input_ids
+    assert not other.reuse.keep_s
+
+
+def without_marks(part: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in part.items() if name != "cache_control"}
 
 
 async def test_hints_say_how_long_a_prompt_is_kept_and_when_a_conversation_ends(

@@ -60,10 +60,10 @@ async def test_strict_fields_refuse_each_of_them_by_name(strict: Rig, path: str)
 
 
 async def test_strict_fields_refuse_them_in_messages_and_tools_too(strict: Rig) -> None:
-    marked = [{**HI[0], "cache_control": {"type": "ephemeral"}}]
+    marked = [{**HI[0], "annotations": [{"type": "url_citation"}]}]
     tools = {"tools": [{"type": "web_search"}]}
     for path, fields, param in (
-        ("/v1/chat/completions", {"messages": marked}, "messages[0].cache_control"),
+        ("/v1/chat/completions", {"messages": marked}, "messages[0].annotations"),
         ("/v1/chat/completions", {"metadata": {"a": "b"}}, "metadata"),
         ("/v1/responses", tools, "tools[0].type"),
     ):

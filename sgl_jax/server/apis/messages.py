@@ -175,7 +175,7 @@ class CountTokensBody(RequestFields):
         last, choice, output = messages[-1], self.tool_choice, self.output_config
         given: dict[str, Any] = {
             "user": self.user or (self.metadata and self.metadata.user_id),
-            "cache_control": longest_mark([self, self.tools, self.system, self.messages]),
+            "cache_control": longest_mark(self),
             "metadata": None,
             "messages": messages,
             "continue_final_message": last["role"] == "assistant" and not last.get("tool_calls"),

@@ -33,6 +33,7 @@ from sgl_jax.server.errors import ApiError
 from sgl_jax.server.fields import Items, Metadata, RequestFields, in_range
 from sgl_jax.server.guards.bodies import JsonRoute
 from sgl_jax.server.guards.keys import caller_of, tenant_of
+from sgl_jax.server.hint_fields import MarkedPart, longest_mark
 from sgl_jax.server.offered_tools import (
     HostedTool,
     NamespaceTool,
@@ -49,7 +50,7 @@ _Id = Annotated[str, Field(max_length=256)]
 Message = dict[str, Any]
 
 
-class InputText(Part):
+class InputText(MarkedPart):
     """A piece of text; images, files and audio are not supported."""
 
     type: Literal["input_text", "output_text", "text"]
@@ -59,7 +60,7 @@ class InputText(Part):
 _Text = str | Items[InputText]
 
 
-class MessageItem(Part):
+class MessageItem(MarkedPart):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: _Text
@@ -215,6 +216,7 @@ class ResponsesBody(RequestFields):
             self,
             "input",
             tools=functions.definitions,
+            cache_control=longest_mark(self),
             messages=first + conversation,
             max_completion_tokens=self.max_output_tokens,
             tool_choice=choice
