@@ -55,8 +55,12 @@ class Retention(NamedTuple):
     until_s: float = 0.0
 
     def joined(self, other: "Retention | None") -> "Retention":
-        """Return the retention of a node on both paths, this one used last."""
-        return self if other is None or other.holder == self.holder else Retention(None)
+        """Return the retention of a node on both paths: of one holder, the one that ends last."""
+        if other is None:
+            return self
+        if other.holder != self.holder:
+            return Retention(None)
+        return max(self, other, key=lambda each: each.until_s)
 
 
 class ReadTime:

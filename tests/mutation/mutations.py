@@ -330,8 +330,8 @@ MUTATIONS = (
     Mutation(
         "let hints count for pages that others use",
         _NODE,
-        "other.holder == self.holder else Retention(None)",
-        "other.holder == self.holder else self",
+        "            return Retention(None)\n",
+        "            return self\n",
     ),
     Mutation(
         "release what other paths use at the end of a conversation",
@@ -374,6 +374,18 @@ MUTATIONS = (
         _RETAINED,
         "rank, holder.first = holder.first, holder.last",
         "rank = holder.last",
+    ),
+    Mutation(
+        "hints: let a use without a hint end a retention",
+        "sgl_jax/mem_cache/tree_node.py",
+        "return max(self, other, key=lambda each: each.until_s)",
+        "return self",
+    ),
+    Mutation(
+        "hints: keep a path whose conversation has ended",
+        _ADAPTIVE,
+        "            ends_with_it = end.is_last and before is not None",
+        "            ends_with_it = False and before is not None",
     ),
     Mutation(
         "list a leaf that is gone as one to evict for another",

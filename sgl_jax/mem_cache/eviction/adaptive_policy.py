@@ -277,7 +277,9 @@ class AdaptivePolicy(EvictionPolicy):
     def ended(self, path: Sequence[TreeNode], num_prompt: int, end: PathEnd) -> None:
         own = retention_of(end.holder, end.keep_s, self.now_s)
         for node in path:
-            node.retention = own.joined(node.retention)
+            before = node.retention
+            ends_with_it = end.is_last and before is not None and before.holder == own.holder
+            node.retention = own if ends_with_it else own.joined(before)
         if not end.is_expected:
             return
         self._end_path()

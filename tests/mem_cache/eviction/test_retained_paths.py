@@ -115,6 +115,16 @@ def test_longer_retention_outlasts_shorter_and_an_hour_is_the_most() -> None:
     assert not cache.num_cached(prompt(0))
 
 
+def test_a_use_without_a_hint_shortens_no_retention_but_the_end_of_its_conversation_does() -> None:
+    for last, is_kept in (({}, True), ({"keep_s": 5.0}, True), ({"is_last": True}, False)):
+        cache = Cache()
+        cache.serve(prompt(0), tenant="a", keep_s=300.0)
+        cache.serve(prompt(0), tenant="a", is_final=True, **last)
+        fill(cache, range(1, 31), tenant="a")
+        assert (cache.num_cached(prompt(0)) == PROMPT_PAGES) == is_kept, last
+        cache.audit()
+
+
 def test_a_tenant_pays_for_its_retained_pages_with_as_many_of_its_own() -> None:
     """All prompts are new, so hints do not change what is computed."""
     held: list[list[int]] = []
