@@ -25,8 +25,8 @@ from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.step_plan import Float32Array
 from sgl_jax.executor.device_defaults import TPU_PAGE_SIZE
-from sgl_jax.executor.engine_config import check_kv_scales
 from sgl_jax.executor.model_executor import ModelExecutor
+from sgl_jax.executor.model_settings import check_kv_scales
 from sgl_jax.mem_cache import device_pool
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.scheduler.scheduler import Scheduler

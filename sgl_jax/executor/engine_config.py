@@ -15,17 +15,20 @@ from jax.sharding import PartitionSpec as P
 
 from sgl_jax.core.engine_sizes import CacheGroup, EngineSizes
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.core.settings import flag
 from sgl_jax.executor.buckets import Buckets, choose_buckets
 from sgl_jax.executor.device_defaults import resolve_for_device
+from sgl_jax.executor.model_settings import (
+    pool_layout,
+    resolve_for_model,
+    state_layout,
+    stores_kv_scales,
+)
 from sgl_jax.executor.pool_size import KVPools, StateSizes
 from sgl_jax.executor.state_slots import RowStates
 from sgl_jax.executor.step import StepState
 from sgl_jax.kernels.attention.api import check_pages
-from sgl_jax.kernels.attention.cache_dtype import EIGHT_BITS, cache_dtype, cache_dtype_name
+from sgl_jax.kernels.attention.cache_dtype import EIGHT_BITS, cache_dtype_name
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, check_heads
-from sgl_jax.kernels.latent_attention.latents import latent_row_size
-from sgl_jax.layers.attention import replicated_kv_heads
 from sgl_jax.layers.kernels import invariant_kernels, kernels_of
 from sgl_jax.layers.sampling.row_params import packed_width
 from sgl_jax.layers.sampling.sample import BLOCK_ROWS
@@ -65,25 +68,15 @@ class EngineConfig(NamedTuple):
         distributed, the model has no experts to distribute, the platform lacks the backend, or the
         attention kernel cannot read pages of this size or number.
         """
-        if args.kv_cache_dtype == "auto" and _stores_kv_scales(model):
+        if args.kv_cache_dtype == "auto" and stores_kv_scales(model):
             args = dataclasses.replace(args, kv_cache_dtype=_EIGHT_BITS)
-        args = _resolve_for_model(resolve_for_device(args, platform), model)
-        if model.moe is None:
-            for name, none in (("ep_size", 1), ("expert_distribution_recorder_mode", "none")):
-                if (value := getattr(args, name)) != none:
-                    raise ValueError(f"{flag(name)} {value} needs a model with experts")
-        if model.latent is not None and (args.kv_cache_scales or _stores_kv_scales(model)):
-            raise ValueError("scales of an 8-bit KV cache are of heads, and latents have none")
-        if args.kv_cache_scales or _stores_kv_scales(model):
-            check_kv_scales(model)
-        if args.enable_deterministic_inference:
-            _check_invariant(args, model)
+        args = resolve_for_model(resolve_for_device(args, platform), model)
         groups = model.cache_groups()
         paged = [group for group in groups if not group.is_recurrent]
         in_pools = {group.pool: group for group in paged}
-        pool_layouts = tuple(_pool_layout(args, model, in_pools[i]) for i in range(len(in_pools)))
+        pool_layouts = tuple(pool_layout(args, model, in_pools[i]) for i in range(len(in_pools)))
         buckets = choose_buckets(args, platform)
-        states = _state_layout(args, model, groups)
+        states = state_layout(args, model, groups)
         placement = placement_for(args, model)
         config = cls(args, platform, model, groups, pool_layouts, states, buckets, placement)
         if args.attention_backend == "pallas":
@@ -145,7 +138,7 @@ class EngineConfig(NamedTuple):
     def _has_kv_scales(self) -> bool:
         if self.args.kv_cache_scales is not None:
             return True
-        return self.args.kv_cache_dtype == _EIGHT_BITS and _stores_kv_scales(self.model)
+        return self.args.kv_cache_dtype == _EIGHT_BITS and stores_kv_scales(self.model)
 
     def decided(self, given: ServerArgs) -> dict[str, Any]:
         """Return the settings that differ from `given`, with their values."""
@@ -350,80 +343,3 @@ class EngineConfig(NamedTuple):
             counts = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=own)
         state = StepState(token_table, row_lens, pools, states, counts)
         return state, of_rows(packed_width(sizes.max_stop_ids))
-
-
-def check_kv_scales(model: ModelConfig) -> None:
-    """Raise ValueError if the model's 8-bit KV cache cannot have scales."""
-    for is_so, what in (
-        (model.has_unlike_heads, "heads of unlike sizes"),
-        (model.has_shared_caches, "layers that read another layer's cache"),
-    ):
-        if is_so:
-            raise ValueError(f"scales of an 8-bit KV cache are not supported for {what}")
-
-
-def _stores_kv_scales(model: ModelConfig) -> bool:
-    return model.quantization is not None and model.quantization.has_kv_scales
-
-
-def _resolve_for_model(args: ServerArgs, model: ModelConfig) -> ServerArgs:
-    context_len = args.context_length or model.max_position_embeddings
-    if context_len > model.max_position_embeddings:
-        raise ValueError(
-            f"--context-length {context_len} exceeds the model's limit of "
-            f"{model.max_position_embeddings} positions"
-        )
-    return dataclasses.replace(
-        args, context_length=context_len, num_decode_steps=_decode_steps(args, model)
-    )
-
-
-def _check_invariant(args: ServerArgs, model: ModelConfig) -> None:
-    """Raise ValueError for what `--enable-deterministic-inference` does not cover."""
-    if model.recurrence is not None:
-        raise ValueError(
-            "--enable-deterministic-inference needs a model without recurrent layers: their states "
-            "depend on how a prompt is cut"
-        )
-    needed = {"attention_backend": "xla", "ep_size": 1, "hidden_sharding": "replicated"}
-    for name, value in {**needed, "num_decode_steps": "1"}.items():
-        if (given := getattr(args, name)) != value:
-            raise ValueError(
-                f"--enable-deterministic-inference needs {flag(name)} {value}, not {given}"
-            )
-
-
-def _decode_steps(args: ServerArgs, model: ModelConfig) -> str:
-    """Return the resolved `--num-decode-steps`: 1 with drafts, recurrent layers or several hosts;
-    also for auto, if no program is compiled before its first use."""
-    is_single = args.num_draft_tokens or model.recurrence is not None or args.num_hosts > 1
-    if is_single or (args.num_decode_steps == "auto" and args.warmup == "none"):
-        return "1"
-    return args.num_decode_steps
-
-
-def _pool_layout(args: ServerArgs, model: ModelConfig, group: CacheGroup) -> KVPoolLayout:
-    """Return the contents of a page of `group`, one of those that share a pool."""
-    own, model = model.latent, model.of_layer(model.all_layers[group.layers[0]])
-    return KVPoolLayout(
-        num_layers=len(group.layers),
-        num_kv_heads=replicated_kv_heads(model.num_heads, model.num_kv_heads, args.tp_size),
-        page_size=args.page_size,
-        head_dim=latent_row_size(own.rank, own.rope_dim) if own else model.head_dim,
-        dtype=cache_dtype(args.kv_cache_dtype),
-        is_latent=own is not None,
-    )
-
-
-def _state_layout(
-    args: ServerArgs, model: ModelConfig, groups: tuple[CacheGroup, ...]
-) -> StatePoolLayout | None:
-    recurrent = [group for group in groups if group.is_recurrent]
-    if not recurrent or model.recurrence is None:
-        return None
-    return StatePoolLayout(
-        len(recurrent[0].layers),
-        model.recurrence,
-        jnp.dtype(args.dtype),
-        jnp.dtype(args.recurrent_state_dtype),
-    )
