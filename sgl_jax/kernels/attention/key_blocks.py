@@ -60,7 +60,7 @@ def first_visible(position: jax.Array, options: ScoreOptions) -> jax.Array:
     return jnp.maximum(options.first_seen(position), 0)
 
 
-class Keys(NamedTuple):
+class VisibleKeys(NamedTuple):
     """The keys of one or several blocks that adjacent queries of one row see."""
 
     seen: jax.Array  # bool [..., queries, keys] keys that each query sees
@@ -77,7 +77,7 @@ class Keys(NamedTuple):
         kv_len: jax.Array,
         num_queries: int,
         options: ScoreOptions,
-    ) -> "Keys":
+    ) -> "VisibleKeys":
         """Return the keys of block `block` that a row's queries from position `q_start` on see.
 
         The row has `kv_len` keys. All three are int32 [...].
@@ -128,7 +128,7 @@ def attend_block(
     queries: jax.Array,
     cached: CachedLayer,
     pages: jax.Array,
-    which: Keys,
+    which: VisibleKeys,
     options: ScoreOptions,
 ) -> Partial:
     """Attend with queries [..., kv_heads, group * n, D] to the keys in pages [..., p]."""

@@ -16,8 +16,8 @@ from sgl_jax.kernels.attention.cache_dtype import as_float32, is_packed, new_slo
 from sgl_jax.kernels.attention.key_blocks import (
     BlockTable,
     CachedLayer,
-    Keys,
     Partial,
+    VisibleKeys,
     attend_block,
     divided,
     first_visible,
@@ -196,7 +196,7 @@ def _decode(
         row = jnp.sum(numbers[:, None] >= ends, axis=1, dtype=jnp.int32)
         row = jnp.minimum(row, num_rows - 1)
         block = numbers - base[row]
-        keys = Keys.of(block, block_keys, kv_starts[row], kv_lens[row], width, options)
+        keys = VisibleKeys.of(block, block_keys, kv_starts[row], kv_lens[row], width, options)
         pages = table.pages(row, block)
         found = attend_block(queries[row], cached, pages, keys, options)
         # owner[i, j]: block i belongs to the j-th row that this iteration may change.
@@ -265,7 +265,9 @@ class _QueryBlocks(NamedTuple):
         q_start, kv_len = batch.kv_starts[row] + first, batch.kv_starts[row] + batch.q_lens[row]
 
         def key_block(index: jax.Array, state: Partial) -> Partial:
-            keys = Keys.of(index, block_keys, q_start, kv_len, self.num_queries, self.options)
+            keys = VisibleKeys.of(
+                index, block_keys, q_start, kv_len, self.num_queries, self.options
+            )
             pages = self.table.pages(row, index)
             return merge(state, attend_block(queries, self.cached, pages, keys, self.options))
 
