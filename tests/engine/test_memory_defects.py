@@ -6,8 +6,10 @@ executor in a real process: `tests/live/test_memory_defects.py`.
 
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -26,9 +28,11 @@ from sgl_jax.core.progress import Progress
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.step_plan import RankResult, StepHandle, StepPlan
+from sgl_jax.core.weight_messages import UpdateWeightsFromTensor
 from sgl_jax.engine.loop import core as core_module
 from sgl_jax.engine.loop.core import EngineCore
 from sgl_jax.engine.loop.memory_audit import MAX_DUMPS, DefectRecord
+from sgl_jax.engine.loop.weight_updates import _Staging
 from sgl_jax.mem_cache.errors import LedgerError, MemoryDefectError, OwnershipError
 from sgl_jax.mem_cache.pages.page_allocator import TREE
 from sgl_jax.mem_cache.rank_memory import RankMemory
@@ -305,6 +309,31 @@ def test_a_flush_that_finds_a_leaked_lock_is_answered(
     assert "started afresh" in replies["flush"].message
     assert replies["again"].ok
     assert all(view.cached_pages == 0 for view in core.scheduler.memory_views())
+
+
+def test_an_update_that_meets_a_defect_is_answered(
+    make_core: Callable[..., EngineCore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = make_core("off", "repair")
+    updates, update, ended = core._controls.updates, MagicMock(), Future[set[str]]()
+    ended.set_result(set())
+    monkeypatch.setattr(core.steps, "settle", MagicMock(side_effect=LedgerError("broken")))
+
+    def script() -> Iterator[list[FrontMessage]]:
+        updates._update = update
+        for rid in ("first", "second"):
+            message = UpdateWeightsFromTensor(rid=rid, tensors=b"", is_last=True)
+            updates.stagings.append(_Staging(message, update, ended))
+        yield from [[]] * 4
+
+    channel = ScriptedChannel(script())
+    core.run(channel)
+    replies = [each for each in channel.sent if isinstance(each, Reply)]
+    assert [(each.rid, each.ok, each.data.get("status_code")) for each in replies] == [
+        ("first", False, 500),
+        ("second", False, 500),
+    ]
+    assert all("started afresh" in each.message for each in replies)
 
 
 @pytest.mark.parametrize("is_found_by", ["a later flush", "the loop"])

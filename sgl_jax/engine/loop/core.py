@@ -192,7 +192,8 @@ class EngineCore:
                 try:
                     if is_idle:
                         self._audit()
-                        if self._failures.is_probe_due and self.scheduler.is_idle:
+                        may_probe = not self._controls.updates.is_blocking
+                        if may_probe and self._failures.is_probe_due and self.scheduler.is_idle:
                             self.steps.probe()
                     elif self._has_slices and now_s >= self._background_audit.due_s:
                         self._background_audit.run_if_due(now_s)
@@ -205,7 +206,7 @@ class EngineCore:
                     if self._controls.flushes.calls:
                         self._controls.flushes.answer_all(channel.send, _REBUILT)
                     if self._controls.updates.stagings:
-                        self._controls.updates.answer_ended()
+                        self._controls.updates.answer_ended(_REBUILT)
                     if self._saver is not None:
                         self._saver.save_if_due(now_s)
                     if self.steps.run_next():

@@ -27,6 +27,7 @@ from sgl_jax.engine.loop.step_pipeline import StepPipeline
 from sgl_jax.engine.watchdog import Watchdog
 from sgl_jax.executor.model_executor import ModelExecutor
 from sgl_jax.executor.weights import WeightsError, WeightUpdate
+from sgl_jax.mem_cache.errors import MemoryDefectError
 from sgl_jax.models.config_fields import ModelConfigError
 from sgl_jax.scheduler.events import NewWeights, Pause, Resume, TakeOutputs
 from sgl_jax.scheduler.scheduler import Scheduler
@@ -134,11 +135,21 @@ class WeightUpdates:
             ended.set_exception(raised)
         return self._taken(_Staging(message, update, ended))
 
-    def answer_ended(self) -> None:
+    def answer_ended(self, defect_text: str) -> None:
         """Reply to the messages whose tensors were taken, and switch to weights that are complete.
-        Called between two steps."""
+        Called between two steps.
+
+        If the switch finds a defect of the memory, its message is refused with `defect_text` and
+        `MemoryDefectError` is raised. Sending the message again switches to the weights.
+        """
         while self.stagings and self.stagings[0].ended.done():
-            self._core.channel.send(self._taken(self.stagings.pop(0)))
+            staging = self.stagings.pop(0)
+            try:
+                reply = self._taken(staging)
+            except MemoryDefectError:
+                self._core.channel.send(refusal(staging.message, defect_text, status_code=500))
+                raise
+            self._core.channel.send(reply)
 
     def _taken(self, staging: _Staging) -> Reply:
         """Reply to a message whose tensors were taken, perhaps after the switch."""

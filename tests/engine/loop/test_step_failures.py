@@ -9,6 +9,7 @@ from sgl_jax.core.engine_messages import EngineInfo
 from sgl_jax.core.errors import StepsFailedError
 from sgl_jax.core.messages import FrontMessage, GenerateRequest
 from sgl_jax.core.sampling_params import SamplingParams
+from sgl_jax.core.weight_messages import ReleaseMemory, ResumeMemory
 from sgl_jax.engine.loop import step_log, step_pipeline
 from sgl_jax.engine.loop.step_log import StepFailures
 from sgl_jax.scheduler.events import GrammarReady
@@ -106,6 +107,27 @@ def test_without_requests_a_step_of_the_engine_shows_that_the_device_works_again
     channel = rig.run(script())
     assert failures_told(channel) == [1, 2, 3, 0]
     assert channel.ends()["next"].type == "length"
+
+
+def test_no_step_shows_that_the_device_works_while_its_memory_is_released(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_log, "PROBE_INTERVAL_S", 1000.0)
+
+    def script() -> Iterator[list[FrontMessage]]:
+        rig.executor.failing_launches = {rig.executor.num_launched}
+        yield from rig.until_idle([request("failed")])
+        yield [ReleaseMemory(rid="release", tags=["kv_cache"])]
+        monkeypatch.setattr(step_log, "PROBE_INTERVAL_S", 0.0)
+        num_launched = rig.executor.num_launched
+        for _ in range(MAX_FAILURES):
+            yield []
+        assert rig.executor.num_launched == num_launched
+        yield from rig.until_idle([ResumeMemory(rid="resume"), request("after")])
+
+    channel = rig.run(script())
+    assert channel.ends()["after"].type == "length"
+    assert max(failures_told(channel)) == 1
 
 
 def test_a_probe_comes_a_while_after_the_last_failure() -> None:
