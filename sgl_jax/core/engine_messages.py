@@ -3,6 +3,7 @@
 Every message is a msgspec struct, tagged with its class name and sent as msgpack.
 """
 
+from itertools import chain
 from typing import Any, Literal
 
 import msgspec
@@ -79,12 +80,17 @@ class OutputBatch(msgspec.Struct, frozen=True, tag=True):
     """
 
     outputs: list[RequestOutput] = []
-    rids: list[str] = []
+    rid_lists: list[list[str]] = []  # `rids` in parts, which successive batches share
     tokens: bytes = b""
     # Requests started for the first time -> the time, by `time.perf_counter` of this machine.
     starts: dict[str, float] = {}
     # Prefill chunks and retracts by rid since the last batch; only with --enable-trace.
     marks: dict[str, list[Mark]] = {}
+
+    @property
+    def rids(self) -> list[str]:
+        """Return the requests that got one token and nothing else, in a new list."""
+        return list(chain.from_iterable(self.rid_lists))
 
     def token_ids(self) -> list[int]:
         """Return the new token of each request in `rids`."""

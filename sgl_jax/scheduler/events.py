@@ -301,7 +301,7 @@ _TUPLES = (
     *(PromptLogprobs, RankResult, PageTransfer, StoreTransfer),
     *(Transfers, TransferEnd, SavedPrefix, SavedNode, EndedTurn),
 )
-_STRUCTS = (RequestOutput, TokenLogprobs)
+_STRUCTS = (OutputBatch, RequestOutput, TokenLogprobs)
 LAYOUT = "; ".join(
     [f"SchedulerArgs: {' '.join(field.name for field in fields(SchedulerArgs))}"]
     + [f"{kind.__name__}: {' '.join(kind._fields)}" for kind in _TUPLES]

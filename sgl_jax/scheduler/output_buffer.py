@@ -1,7 +1,9 @@
 """Collects the outputs of requests until the next take.
 
 Most rows gain one plain token in most steps, and successive steps often have the same rows. So the
-request ids of a rank's rows are listed again only if the rows, or their requests, have changed.
+request ids of a rank's rows are listed again only if the rows, or their requests, have changed. The
+lists of ranks are not joined: even a copy of a list visits all ids, most of them outside the
+processor's caches.
 """
 
 from itertools import pairwise
@@ -15,11 +17,11 @@ from sgl_jax.scheduler.ranks import Ranks
 
 
 class _ListedRows(NamedTuple):
-    """Joint rows, their epochs, and the ids of their requests."""
+    """Joint rows, their epochs, and the ids of their requests, in lists that never change."""
 
     rows: bytes
     epochs: bytes  # a row has another epoch once another request has it
-    rids: list[str]
+    rid_lists: list[list[str]]
 
 
 _NONE_LISTED = _ListedRows(b"", b"", [])
@@ -30,7 +32,7 @@ class OutputBuffer:
 
     def __init__(self) -> None:
         self.outputs: list[RequestOutput] = []
-        self.rids: list[str] = []
+        self.rid_lists: list[list[str]] = []
         self._tokens: list[bytes] = []
         self._listed = _NONE_LISTED
         self._parts: dict[int, _ListedRows] = {}  # by rank
@@ -40,31 +42,34 @@ class OutputBuffer:
         wanted = rows.tobytes(), ranks.tables.epoch[rows].tobytes()
         if self._listed[:2] != wanted:
             self._listed = _ListedRows(*wanted, self._list(ranks, rows, *wanted))
-        # The list is never changed: most batches share it.
-        self.rids = [*self.rids, *self._listed.rids] if self.rids else self._listed.rids
+        self.rid_lists += self._listed.rid_lists
         self._tokens.append(tokens.astype("<i4", copy=False).tobytes())
 
-    def _list(self, ranks: Ranks, rows: RowIndex, raw_rows: bytes, raw_epochs: bytes) -> list[str]:
-        """List the request ids of joint `rows`, rank by rank; the rest are the bytes of rows and
-        epochs."""
-        rids: list[str] = []
+    def _list(
+        self, ranks: Ranks, rows: RowIndex, raw_rows: bytes, raw_epochs: bytes
+    ) -> list[list[str]]:
+        """List the request ids of joint `rows`, for each rank that has any; the rest are the bytes
+        of rows and epochs."""
+        rid_lists: list[list[str]] = []
         firsts = np.arange(1, len(ranks.ranks)) * ranks.num_rows
         bounds = [0, *rows.searchsorted(firsts).tolist(), len(rows)]
         for k, (first, end) in enumerate(pairwise(bounds)):
             wanted = raw_rows[8 * first : 8 * end], raw_epochs[4 * first : 4 * end]
             part = self._parts.get(k, _NONE_LISTED)
             if part[:2] != wanted:
-                part = _ListedRows(*wanted, ranks.running.rids[rows[first:end]].tolist())
-                self._parts[k] = part
-            rids += part.rids
-        return rids
+                rids: list[str] = ranks.running.rids[rows[first:end]].tolist()
+                part = self._parts[k] = _ListedRows(*wanted, [rids] if rids else [])
+            rid_lists += part.rid_lists
+        return rid_lists
 
     def clear_to(self, outputs: list[RequestOutput]) -> None:
         """Replace all collected outputs by `outputs`."""
-        self.outputs, self.rids, self._tokens = outputs, [], []
+        self.outputs, self.rid_lists, self._tokens = outputs, [], []
 
     def take(self) -> OutputBatch | None:
         """Return the outputs since the last call as one batch; None if there are none."""
-        outputs, rids, tokens = self.outputs, self.rids, self._tokens
-        self.outputs, self.rids, self._tokens = [], [], []
-        return OutputBatch(outputs, rids, b"".join(tokens)) if outputs or rids else None
+        outputs, rid_lists, tokens = self.outputs, self.rid_lists, self._tokens
+        self.outputs, self.rid_lists, self._tokens = [], [], []
+        if not (outputs or rid_lists):
+            return None
+        return OutputBatch(outputs, rid_lists, b"".join(tokens))

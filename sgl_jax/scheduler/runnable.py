@@ -43,15 +43,14 @@ def choose_runnable(ranks: Ranks) -> list[Runnable]:
         rows, bounds, running.records, tables.kv_committed_len
     )
     fits = grow_rows(tables, ranks.memories, decoding["row"], decoding["end"], decode_bounds)
-    own_prefilling = prefilling["own_row"].tolist()
-    wanted, unscored = prefilling["num_wanted"].tolist(), prefilling["num_unscored"].tolist()
-    needs = list(zip(wanted, unscored, running.priority[prefilling["row"]].tolist(), strict=True))
+    needs: list[tuple[int, tuple[int, int, int]]] = []  # by row
+    if len(prefilling):  # in most steps, most ranks only decode
+        wanted, unscored = prefilling["num_wanted"].tolist(), prefilling["num_unscored"].tolist()
+        priorities = running.priority[prefilling["row"]].tolist()
+        each = zip(wanted, unscored, priorities, strict=True)
+        needs = list(zip(prefilling["own_row"].tolist(), each, strict=True))
     return [
-        Runnable(
-            own_decoding[first:end],
-            has_slots,
-            {own_prefilling[i]: needs[i] for i in range(first_need, end_need)},
-        )
+        Runnable(own_decoding[first:end], has_slots, dict(needs[first_need:end_need]))
         for has_slots, (first, end), (first_need, end_need) in zip(
             fits, pairwise(decode_bounds.tolist()), pairwise(prefill_bounds.tolist()), strict=True
         )

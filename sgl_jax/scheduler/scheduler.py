@@ -474,7 +474,7 @@ class Scheduler:
     @property
     def has_outputs(self) -> bool:
         """Return whether `TakeOutputs` would return any."""
-        return bool(self._outputs.outputs or self._outputs.rids)
+        return bool(self._outputs.outputs or self._outputs.rid_lists)
 
     @property
     def has_transfers(self) -> bool:

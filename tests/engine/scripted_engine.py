@@ -315,7 +315,9 @@ class ScriptedEngine:
         return None
 
     def step(self) -> OutputBatch:
-        batch, tokens = OutputBatch([], [], b""), []
+        outputs: list[RequestOutput] = []
+        rids: list[str] = []
+        tokens: list[int] = []
         for rid, running in list(self.running.items()):
             request = running.request
             token = request.input_ids[running.num_output_tokens % len(request.input_ids)]
@@ -324,11 +326,11 @@ class ScriptedEngine:
             if finish is not None:
                 del self.running[rid]
             if finish is None and running.num_output_tokens > 1 and not request.return_logprob:
-                batch.rids.append(rid)
+                rids.append(rid)
                 tokens.append(token)
                 continue
             first = running.num_output_tokens == 1
-            batch.outputs.append(
+            outputs.append(
                 RequestOutput(
                     rid,
                     [token],
@@ -341,7 +343,7 @@ class ScriptedEngine:
                     hidden=scripted_hidden(request) if request.return_hidden else None,
                 )
             )
-        return msgspec.structs.replace(batch, tokens=np.array(tokens, "<i4").tobytes())
+        return OutputBatch(outputs, [rids], np.array(tokens, "<i4").tobytes())
 
     def finish(self, running: Running, token: int) -> FinishReason | None:
         sampling = running.request.sampling

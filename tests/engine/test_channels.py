@@ -32,7 +32,7 @@ OUTPUT = OutputBatch(
             "a#1", [4], 2, 1, FinishReason(type="stop", matched=4), [TokenLogprobs(4, -1.0, [], [])]
         )
     ],
-    ["b#2"],
+    [["b#2"]],
     b"\t\0\0\0",
 )
 

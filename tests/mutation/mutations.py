@@ -390,7 +390,7 @@ MUTATIONS = (
     Mutation(
         "list a leaf that is gone as one to evict for another",
         _ADAPTIVE,
-        "        self._retained.discard(node)\n",
+        "        if self._by_return:\n            self._retained.discard(node)\n",
         "",
     ),
     # -- edges that become one
@@ -4322,6 +4322,24 @@ MUTATIONS = (
         "sgl_jax/scheduler/output_buffer.py",
         "if self._listed[:2] != wanted:",
         "if self._listed.rows != wanted[0]:",
+    ),
+    Mutation(
+        "outputs: list the former requests of the same rows of a rank",
+        "sgl_jax/scheduler/output_buffer.py",
+        "if part[:2] != wanted:",
+        "if part.rows != wanted[0]:",
+    ),
+    Mutation(
+        "outputs: list a rank without rows",
+        "sgl_jax/scheduler/output_buffer.py",
+        "[rids] if rids else [])",
+        "[rids])",
+    ),
+    Mutation(
+        "prefix in flight: forget the rows of a rank before it is asked for a leader",
+        _IN_FLIGHT,
+        "            asked.add(self._listed[dp_rank])\n",
+        "",
     ),
     Mutation(
         "publish: take the offered pages for the tree's where the tree had some",

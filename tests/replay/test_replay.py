@@ -92,7 +92,7 @@ def other_token(event: Record) -> Record | None:
         return None
     outputs = event.outputs
     tokens = b"0" * 4 + outputs.tokens[4:]
-    return OutputsTaken(type(outputs)(outputs.outputs, outputs.rids, tokens))
+    return OutputsTaken(type(outputs)(outputs.outputs, outputs.rid_lists, tokens))
 
 
 def other_prompt(event: Record) -> Record | None:

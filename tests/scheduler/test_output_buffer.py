@@ -51,6 +51,21 @@ def test_a_row_that_another_request_holds_now_gains_for_that() -> None:
     assert gained(outputs) == [("a", 3), ("b", 4), ("a", 5), ("c", 6)]
 
 
+def test_successive_batches_share_the_lists_of_ranks_that_did_not_change() -> None:
+    outputs, ranks = OutputBuffer(), make_ranks("ab", "c", "d")
+    other, last = NUM_ROWS + 1, 2 * NUM_ROWS + 1
+    batches = []
+    for rows in ([1, other, last], [1, 2, other], [other]):
+        outputs.add_plain(ranks, np.array(rows), np.zeros(len(rows), np.int32))
+        batch = outputs.take()
+        assert batch is not None
+        batches.append(batch.rid_lists)
+    assert batches == [[["a"], ["c"], ["d"]], [["a", "b"], ["c"]], [["c"]]]
+    assert batches[0][1] is batches[1][1] is batches[2][0]
+    outputs.add_plain(ranks, np.zeros(0, np.intp), np.zeros(0, np.int32))
+    assert outputs.take() is None
+
+
 def test_only_what_is_kept_is_left_after_clear_to() -> None:
     outputs, ranks = OutputBuffer(), make_ranks("a")
     outputs.add_plain(ranks, np.array([1]), np.array([3], np.int32))

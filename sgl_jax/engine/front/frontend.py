@@ -256,7 +256,8 @@ class Frontend:
                     on_reply(message)
             return
         now = time.perf_counter()
-        self.num_tokens += len(message.rids) + sum(len(each.token_ids) for each in message.outputs)
+        token_ids = message.token_ids()
+        self.num_tokens += len(token_ids) + sum(len(each.token_ids) for each in message.outputs)
         ready: list[RequestStream] = []
         num_tokens = 0
         # Number of streams by the time of their last token; most streams share one time.
@@ -265,7 +266,8 @@ class Frontend:
             streams = self._streams
             if message.starts or message.marks:
                 self._note_stamps(message)
-            for rid, token in zip(message.rids, message.token_ids(), strict=True):
+            rids = itertools.chain.from_iterable(message.rid_lists)
+            for rid, token in zip(rids, token_ids, strict=True):
                 stream = streams.get(rid)
                 if stream is None:  # the stream has ended here: overshoot
                     continue

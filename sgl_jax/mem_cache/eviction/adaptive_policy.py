@@ -100,7 +100,8 @@ class AdaptivePolicy(EvictionPolicy):
         if self._kept_by_hash:
             self._release(node)
         self._queue_of(node).discard(node)
-        self._retained.discard(node)
+        if self._by_return:
+            self._retained.discard(node)
 
     def next_victim(self, now: int) -> TreeNode | None:
         """Return the first leaf of the order, or another one that is exchanged for it."""

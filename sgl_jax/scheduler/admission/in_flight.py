@@ -40,7 +40,8 @@ class Leader(NamedTuple):
 class InFlight:
     """The remaining prompts of all ranks' prefilling requests, in the step of `builders`.
 
-    A rank's rows are listed when a request is first tried there.
+    A rank's rows are listed when a request is first tried there, and read when one first asks for
+    their leader.
 
     Args:
         builders: the ranks' parts of the step.
@@ -50,7 +51,8 @@ class InFlight:
     def __init__(self, builders: Sequence[StepBuilder], tokens: Int32Array) -> None:
         self._builders = builders
         self._tokens = tokens
-        self._on_rank: dict[int, RankInFlight] = {}
+        self._listed: dict[int, list[int]] = {}  # rows by rank
+        self._on_rank: dict[int, RankInFlight] = {}  # of ranks that were asked for a leader
         self._unlisted = {each.rank.dp_rank for each in builders if each.is_prefilling}
         # Of each listed row, its rank, its joint row, and the length of its published part.
         self._rows: IntpArray = np.empty((64, 3), np.int64)
@@ -76,18 +78,23 @@ class InFlight:
             dp_rank: a rank with listed rows.
             num_read: tokens that it could read there if it started now.
         """
-        return self._on_rank[dp_rank].leader(request, PrefixCursor(prefix, dp_rank), num_read)
+        asked = self._on_rank.get(dp_rank)
+        if asked is None:
+            asked = self._on_rank[dp_rank] = RankInFlight(self._builders[dp_rank])
+            asked.add(self._listed[dp_rank])
+        return asked.leader(request, PrefixCursor(prefix, dp_rank), num_read)
 
     def add(self, dp_rank: int, row: int) -> None:
         """Add the request that has started in a row of a rank."""
-        if dp_rank in self._on_rank:
+        if dp_rank in self._listed:
             self._add(dp_rank, [row])
         elif self._builders[dp_rank].is_prefilling:
             self._unlisted.add(dp_rank)
 
     def list_again(self, dp_rank: int) -> None:
         """List the rows of a rank again, after some were retracted."""
-        if self._on_rank.pop(dp_rank, None) is not None:
+        self._on_rank.pop(dp_rank, None)
+        if self._listed.pop(dp_rank, None) is not None:
             kept = self._rows[: self._num_rows]
             kept = kept[kept[:, 0] != dp_rank]
             self._num_rows = len(kept)
@@ -97,13 +104,14 @@ class InFlight:
             self._unlisted.add(dp_rank)
 
     def _list(self, dp_rank: int) -> None:
-        builder = self._builders[dp_rank]
         self._unlisted.discard(dp_rank)
-        self._on_rank[dp_rank] = RankInFlight(builder)
-        self._add(dp_rank, builder.prefilling_rows())
+        self._listed[dp_rank] = []
+        self._add(dp_rank, self._builders[dp_rank].prefilling_rows())
 
     def _add(self, dp_rank: int, rows: Sequence[int]) -> None:
-        self._on_rank[dp_rank].add(rows)
+        self._listed[dp_rank] += rows
+        if dp_rank in self._on_rank:
+            self._on_rank[dp_rank].add(rows)
         tables = self._builders[dp_rank].rank.memory.rows
         for row in rows:
             if self._num_rows == len(self._rows):

@@ -252,7 +252,7 @@ def test_late_outputs_cannot_reach_a_new_request_of_the_same_name(rig: Rig) -> N
     old = rig.front.submit(rig.front.checks.prepare(prompt, SamplingParams(), rid="me"), rig.wake)
     rig.front.abandon(old)
     new = rig.front.submit(rig.front.checks.prepare(prompt, SamplingParams(), rid="me"), rig.wake)
-    rig.front.handle(OutputBatch([], [old.request.rid], b"\5\0\0\0"))
+    rig.front.handle(OutputBatch([], [[old.request.rid]], b"\5\0\0\0"))
     assert new.take() is None
 
 
