@@ -37,7 +37,7 @@ from sgl_jax.models.gemma4_config import HeadSizes, PerLayerEmbeddings, read_per
 from sgl_jax.models.known_fields import check_architecture, refuse_unknown_fields
 from sgl_jax.models.layer_specs import LayerSpec, read_latent, read_layers
 from sgl_jax.models.moe_config import MoeConfig
-from sgl_jax.models.quantization import AT_LOAD, QuantizationConfig, quantize_at_load
+from sgl_jax.models.quantization import AT_LOAD, LayerRules, QuantizationConfig, quantize_at_load
 from sgl_jax.models.quantization_config import read_quantization
 from sgl_jax.models.rope_config import RopeConfig, score_factor
 
@@ -189,7 +189,7 @@ class ModelConfig:
         like = [
             spec for spec in self.layers if spec.recurrence is None and spec.sliding_window is None
         ]
-        rules = self.quantization.under(self.draft_names.layer) if self.quantization else ()
+        rules = LayerRules(self.quantization, self.draft_names.layer)
         return replace(self, draft_layer=replace(like[-1], rules=rules))
 
     def for_context(self, num_tokens: int) -> "ModelConfig":

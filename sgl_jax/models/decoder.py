@@ -8,7 +8,7 @@ cache is carried through and updated in place.
 
 import re
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -42,7 +42,7 @@ from sgl_jax.models.config import LayerSpec, ModelConfig
 from sgl_jax.models.decoder_layer import DecoderLayer
 from sgl_jax.models.drafter import Drafter
 from sgl_jax.models.expert_placement import ExpertPlacement
-from sgl_jax.models.scan_segments import ScanSegment, find_scan_segments
+from sgl_jax.models.scan_segments import ScanSegment, find_scan_segments, layer_kinds
 
 # Tensors in some checkpoints that no parameter needs.
 _SPARE_SUFFIX = ".rotary_emb.inv_freq"
@@ -157,7 +157,8 @@ class CausalLM(nnx.Module):
         self.placement = options.placement
         self.num_counted = config.moe.num_experts if config.moe and options.counts_experts else None
         self.sequence_parallel = options.sequence_parallel
-        self.scan_segments = find_scan_segments(config.layers)
+        declare = partial(self._declare, options=options)
+        self.scan_segments = find_scan_segments(layer_kinds(config.layers, declare))
         self.cache_groups = config.cache_groups()
         self.layers = nnx.Dict(
             {
@@ -188,12 +189,14 @@ class CausalLM(nnx.Module):
         )
 
     def _stack(self, layers: range, options: BuildOptions) -> DecoderLayer:
-        own = self.architecture
-        layer = own.build_layer(self.config, self.config.layers[layers[0]], options)
+        layer = self._declare(self.config.layers[layers[0]], options)
         shards = options.dp_size if options.shards_weights else 1
         slots = options.placement and options.placement.of_layers(layers)
-        stack_layers(layer, layers, shards, own.body + "layers.{}.", slots)
+        stack_layers(layer, layers, shards, self.architecture.body + "layers.{}.", slots)
         return layer
+
+    def _declare(self, spec: LayerSpec, options: BuildOptions) -> DecoderLayer:
+        return self.architecture.build_layer(self.config, spec, options)
 
     def __call__(
         self,
