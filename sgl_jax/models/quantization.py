@@ -37,6 +37,7 @@ class Stored(NamedTuple):
     scales: str = "weight_scale"  # the name of scales, in place of "weight"
     block: tuple[int, int] | None = None  # outputs and inputs that share a scale; None: not blocks
     zero_points_less_one: bool = False  # stored zero points are one less than their values
+    input_scale: str = "input_scale"  # the name of the activations' scale
 
 
 class Rule(NamedTuple):

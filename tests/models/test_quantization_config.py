@@ -87,6 +87,11 @@ FORMS = [
         Scheme("fp8", activation="fp8", has_input_scale=True),
         PLAIN,
     ),
+    (
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+        Scheme("fp8", activation="fp8", has_input_scale=True),
+        Stored("plain", "weight_scale_inv", input_scale="activation_scale"),
+    ),
     (AWQ, Scheme("int4", 64, has_zero_points=True), Stored("awq", "scales")),
     (
         {"quant_method": "awq", "version": "gemm", "w_bit": 4, "q_group_size": -1},

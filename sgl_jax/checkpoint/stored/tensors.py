@@ -25,7 +25,7 @@ _INTEGERS = frozenset({"I64", "I32"})
 # Tensors of a quantized matrix's module that files may hold, though no part needs them. The groups
 # of inputs are stored even if inputs of a group are adjacent.
 _SPARE: Mapping[Packing, frozenset[str]] = {
-    "plain": frozenset({"input_scale"}),
+    "plain": frozenset({"input_scale", "activation_scale"}),
     "compressed": frozenset({"weight_shape", "weight_g_idx"}),
     "gptq": frozenset({"g_idx"}),
 }
@@ -72,7 +72,8 @@ class QuantizedTensors:
         if self._config.has_kv_scales and own in ("k_scale", "v_scale"):
             return True
         rule = self._config.rule_of(module)
-        return rule is not None and own in _SPARE.get(rule.stored.packing, ())
+        spare = tuple(_SPARE.get(rule.stored.packing, ())) if rule else ()
+        return own.endswith(spare)  # of all experts' matrices: "down_proj_activation_scale"
 
     def is_zero_bias(self, files: Files, name: str) -> bool:
         """Return True for a packed matrix's bias of zeros, which some AutoGPTQ versions write."""
