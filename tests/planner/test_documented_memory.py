@@ -6,8 +6,12 @@ import pytest
 
 from sgl_jax.planner.arguments import parse_plan_request
 from sgl_jax.planner.memory import plan_memory, requests_without_sharing, requests_without_windows
-from sgl_jax.planner.topology import GIB, Topology
+from sgl_jax.planner.topology import GIB, Topology, has_tpu_compiler
 from tests.support.documented import ROOT
+
+pytestmark = pytest.mark.skipif(
+    not has_tpu_compiler(), reason="libtpu (sgl-jax[tpu]) is not installed"
+)
 
 PAGE = (ROOT / "docs" / "measurements" / "planning.md").read_text()
 WITH_FULL_TOKENS = "... with `--swa-full-tokens-ratio 0.1`"
