@@ -108,6 +108,10 @@ class ModelExecutor(Executor):
         logger.info("settings: %s", ", ".join(f"{name}={decided[name]}" for name in decided))
         placed = place_model(model, self._mesh, config.build_options)
         self._model, self._args = model, args
+        floats = placed.float_matrices
+        if model.quantization is not None:
+            sizes = (f"{name} {size / 1e9:.2f} GB" for name, size in floats.items())
+            logger.info("matrices that are not quantized: %s", ", ".join(sizes))
         self.weights = ServedWeights(placed, args, self._progress)
         params = self.weights.load_first()
         self._pool_layouts = config.pool_layouts
@@ -148,6 +152,7 @@ class ModelExecutor(Executor):
             "architecture": model.architecture,
             "dtype": args.dtype,
             "quantization": model.quantization and model.quantization.scheme_names,
+            "float_matrices": list(floats),
             "kv_cache_dtype": cache_dtype_name(config.pool_layouts[0].dtype),
             "platform": config.platform,
             "devices": [str(device) for device in self._mesh.devices.flat],

@@ -35,6 +35,7 @@ class MatrixPart(NamedTuple):
 
     kind: PartKind
     group: int | None = None  # adjacent inputs that share a scale; None: all inputs
+    by_input: bool = False  # a tensor of all experts' matrices has a row for each input
 
     def inputs(self, size: int) -> int:
         """Return the part's size along the `size` inputs of a matrix."""
@@ -110,12 +111,16 @@ class Source(ABC):
 
 @dataclass(frozen=True)
 class Tensor(Source):
-    """One tensor as stored; if `transposed`, matrices [..., in, out] stored as [..., out, in]."""
+    """One tensor as stored; if `transposed`, with its last two axes exchanged.
+
+    Matrices are stored as [..., out, in], or `by_input` as [..., in, out].
+    """
 
     name: str
     dims: Shape  # the parameter's shape
     transposed: bool = False
     part: MatrixPart | None = None
+    by_input: bool = False
 
     @property
     def shape(self) -> Shape:
@@ -123,12 +128,13 @@ class Tensor(Source):
 
     @property
     def input_axis(self) -> int:
-        return len(self.dims) - (2 if self.transposed else 1)
+        return len(self.dims) - (2 if self.transposed != self.by_input else 1)
 
     def quantized(self, part: MatrixPart) -> "Tensor":
         groups = part.inputs(self.dims[self.input_axis])
         dims = _with_axis(self.dims, self.input_axis, groups)
-        return replace(self, dims=dims, part=part)
+        own, transposed = part._replace(by_input=self.by_input), self.transposed != self.by_input
+        return Tensor(self.name, dims, transposed, own)  # parts are read as [..., out, in]
 
     def tensors(self, prefix: str = "") -> dict[TensorKey, Shape]:
         dims = swapped(self.dims) if self.transposed else self.dims

@@ -6,14 +6,14 @@ setting that the engine does not support is refused by name, never ignored.
 """
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from sgl_jax.core.engine_sizes import LAST_VALUE, CacheGroup
+from sgl_jax.core.engine_sizes import CacheGroup
 from sgl_jax.core.layer_configs import GatedDeltaConfig, LatentConfig
+from sgl_jax.models.cache_groups import cache_places, group_layers
 from sgl_jax.models.config_defaults import (
     architecture_name,
     chooses_qk_norm,
@@ -37,7 +37,7 @@ from sgl_jax.models.gemma4_config import HeadSizes, PerLayerEmbeddings, read_per
 from sgl_jax.models.known_fields import check_architecture, refuse_unknown_fields
 from sgl_jax.models.layer_specs import LayerSpec, read_latent, read_layers
 from sgl_jax.models.moe_config import MoeConfig
-from sgl_jax.models.quantization import AT_LOAD, QuantizationConfig, quantize_at_load
+from sgl_jax.models.quantization import AT_LOAD, LayerRules, QuantizationConfig, quantize_at_load
 from sgl_jax.models.quantization_config import read_quantization
 from sgl_jax.models.rope_config import RopeConfig, score_factor
 
@@ -138,40 +138,12 @@ class ModelConfig:
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """Return layers grouped by the tokens they need.
+        """Return the groups of all layers; the draft layer has the number after the last layer."""
+        return group_layers(self.all_layers)
 
-        Full attention comes first, then windows from wide to narrow, then recurrent layers. Groups
-        with equally many layers of like heads share a pool; the first group has the first pool.
-        States have a separate pool. The draft layer has the number after the model's last layer.
-        Layers that read another layer's cache are in no group.
-        """
-        by_window: dict[int | None, list[int]] = {}
-        recurrent = tuple(i for i, spec in enumerate(self.layers) if spec.recurrence)
-        for layer, spec in enumerate(self.all_layers):
-            if spec.recurrence is None and spec.cache_source is None:
-                by_window.setdefault(spec.sliding_window, []).append(layer)
-        windows = sorted(by_window, key=lambda w: -math.inf if w is None else -w)
-        pages = {w: (len(own), self.all_layers[own[0]].heads) for w, own in by_window.items()}
-        pools = list(dict.fromkeys(pages[window] for window in windows))
-        groups = [
-            CacheGroup(window, pools.index(pages[window]), tuple(by_window[window]))
-            for window in windows
-        ]
-        if recurrent:
-            groups.append(CacheGroup(LAST_VALUE, len(pools), recurrent, is_recurrent=True))
-        return tuple(groups)
-
-    def cache_of(self, layer: int) -> tuple[int, int]:
-        """Return a layer's cache group, and its place, or its source's, among the group's layers.
-
-        The draft layer has the number after the model's last layer.
-        """
-        source = self.all_layers[layer].cache_source
-        own = layer if source is None else source
-        group, layers = next(
-            (i, group.layers) for i, group in enumerate(self.cache_groups()) if own in group.layers
-        )
-        return group, layers.index(own)
+    def cache_places(self) -> tuple[tuple[int, int], ...]:
+        """Return each layer's group and its place in it, also those of the draft layer."""
+        return cache_places(self.all_layers, self.cache_groups())
 
     @property
     def draft_names(self) -> DraftNames | None:
@@ -189,7 +161,7 @@ class ModelConfig:
         like = [
             spec for spec in self.layers if spec.recurrence is None and spec.sliding_window is None
         ]
-        rules = self.quantization.under(self.draft_names.layer) if self.quantization else ()
+        rules = LayerRules(self.quantization, self.draft_names.layer)
         return replace(self, draft_layer=replace(like[-1], rules=rules))
 
     def for_context(self, num_tokens: int) -> "ModelConfig":

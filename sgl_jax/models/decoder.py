@@ -8,12 +8,11 @@ cache is carried through and updated in place.
 
 import re
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
@@ -34,7 +33,6 @@ from sgl_jax.layers.moe import ExpertCopies, copy_keys, count_experts, join_coun
 from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.parameter import stack_layers
 from sgl_jax.layers.per_layer_embedding import PerLayerEmbedding
-from sgl_jax.layers.rotary import Rotation, query_scales, rotation
 from sgl_jax.layers.sampling.split_logits import SplitLogits
 from sgl_jax.layers.sources import Padded, Source, Tensor, row_size
 from sgl_jax.mem_cache.device_pool import LayerStates
@@ -42,7 +40,8 @@ from sgl_jax.models.config import LayerSpec, ModelConfig
 from sgl_jax.models.decoder_layer import DecoderLayer
 from sgl_jax.models.drafter import Drafter
 from sgl_jax.models.expert_placement import ExpertPlacement
-from sgl_jax.models.scan_segments import ScanSegment, find_scan_segments
+from sgl_jax.models.layer_reads import layer_reads, rotation_of
+from sgl_jax.models.scan_segments import ScanSegment, find_scan_segments, layer_kinds
 
 # Tensors in some checkpoints that no parameter needs.
 _SPARE_SUFFIX = ".rotary_emb.inv_freq"
@@ -157,8 +156,10 @@ class CausalLM(nnx.Module):
         self.placement = options.placement
         self.num_counted = config.moe.num_experts if config.moe and options.counts_experts else None
         self.sequence_parallel = options.sequence_parallel
-        self.scan_segments = find_scan_segments(config.layers)
+        declare = partial(self._declare, options=options)
+        self.scan_segments = find_scan_segments(layer_kinds(config.layers, declare))
         self.cache_groups = config.cache_groups()
+        self.cache_places = config.cache_places()
         self.layers = nnx.Dict(
             {
                 str(layers[0]): self._stack(layers, options)
@@ -188,12 +189,14 @@ class CausalLM(nnx.Module):
         )
 
     def _stack(self, layers: range, options: BuildOptions) -> DecoderLayer:
-        own = self.architecture
-        layer = own.build_layer(self.config, self.config.layers[layers[0]], options)
+        layer = self._declare(self.config.layers[layers[0]], options)
         shards = options.dp_size if options.shards_weights else 1
         slots = options.placement and options.placement.of_layers(layers)
-        stack_layers(layer, layers, shards, own.body + "layers.{}.", slots)
+        stack_layers(layer, layers, shards, self.architecture.body + "layers.{}.", slots)
         return layer
+
+    def _declare(self, spec: LayerSpec, options: BuildOptions) -> DecoderLayer:
+        return self.architecture.build_layer(self.config, spec, options)
 
     def __call__(
         self,
@@ -220,7 +223,8 @@ class CausalLM(nnx.Module):
         is_recurrent = self.cache_groups[-1].is_recurrent
         assert is_recurrent == (state_batch is not None) == (states is not None)
         memories: tuple[Any, ...] = (*kv_pools, states) if is_recurrent else kv_pools
-        reads = self._reads(batches, state_batch)
+        groups = [group for group, _ in self.cache_places]
+        reads = layer_reads(self.config, groups, batches, state_batch)
         hidden = self._embed(token_ids)
         vectors = None if self.per_layer is None else self.per_layer(token_ids, hidden)
         terms = (hidden, jnp.zeros_like(hidden)) if self.defers_sum else (hidden,)
@@ -278,9 +282,9 @@ class CausalLM(nnx.Module):
         spec = self.config.draft_layer
         assert self.draft_layer is not None
         assert spec is not None
-        index, place = self.config.cache_of(self.config.num_layers)
+        index, place = self.cache_places[-1]
         pool, batch, pools = self.cache_groups[index].pool, batches[index], list(kv_pools)
-        reads = self._rotation(spec, batch.positions), batch
+        reads = rotation_of(self.config, spec, batch.positions), batch
         vectors = self._scaled(self.embedding(token_ids))
         rest = (batch.valid, reads, pools[pool], jnp.int32(place))
         hidden, pools[pool] = self.draft_layer(vectors, hidden, *rest)
@@ -296,36 +300,6 @@ class CausalLM(nnx.Module):
             return vectors
         # The factor has the model's dtype.
         return vectors * jnp.asarray(self.config.hidden_size**0.5, vectors.dtype)
-
-    def _reads(
-        self, batches: Sequence[AttentionBatch], state_batch: StateBatch | None
-    ) -> list[tuple[Any, ...]]:
-        rotations: dict[Any, Rotation] = {}  # equal ones are computed once
-        for spec in self.config.layers:
-            key = spec.rope, spec.query_scale, spec.heads
-            if spec.recurrence is None and key not in rotations:
-                rotations[key] = self._rotation(spec, batches[0].positions)
-        return [
-            (state_batch,)
-            if spec.recurrence
-            else (
-                rotations[spec.rope, spec.query_scale, spec.heads],
-                batches[self.config.cache_of(layer)[0]],
-            )
-            for layer, spec in enumerate(self.config.layers)
-        ]
-
-    def _rotation(self, spec: LayerSpec, positions: jax.Array) -> Rotation:
-        size = self.config.of_layer(spec).rope_head_dim
-        rope, scale = spec.rope, spec.query_scale
-        # Without rotation all angles are 0.
-        frequencies = rope.inverse_frequencies(size) if rope else np.zeros(0, np.float32)
-        factor = rope.attention_factor if rope else 1.0
-        own = rotation(positions, frequencies, factor, size // 2)
-        if scale is None:
-            return own
-        scales = query_scales(positions, scale.weight, scale.period, scale.first)
-        return own._replace(query_scale=scales)
 
     def _run(
         self,
@@ -377,7 +351,7 @@ class CausalLM(nnx.Module):
         It is their group's pool, the index of the first of them in the group, and the number of the
         group's layers per period; 0 for layers that all read one layer's cache.
         """
-        number, first = self.config.cache_of(place)
+        number, first = self.cache_places[place]
         group = self.cache_groups[number]
         places = range(segment.first, segment.first + segment.period)
         step = sum(layer in group.layers for layer in places) if place in group.layers else 0

@@ -37,7 +37,7 @@ def _experts(
     # otherwise its compiler copies all experts in each step, as with rows. Padding adds nothing:
     # gates and values are 0 there, and so are their products with `down`. With MXFP4 the part is
     # padded to whole blocks.
-    is_packed = bool(spec.rules)
+    is_packed = spec.rules.of("mlp.experts.gate_up_proj") is not None
     multiple = (MXFP4_GROUP if is_packed else SUBLANES) * options.expert_slices
     padded = -(-width // multiple) * multiple
     row = row_size(hidden)

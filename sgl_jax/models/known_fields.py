@@ -181,6 +181,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "mamba_ssm_dtype": ("float32",),
         "moe_layer_freq": (1,),
         "n_group": (1,),
+        "output_gate_type": ("silu", "swish"),  # of gated delta nets
         "partial_rotary_factor": (1,),
         "residual_multiplier": (1,),
         "rotary_pct": (1,),

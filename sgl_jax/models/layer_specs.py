@@ -4,7 +4,7 @@ These fields were renamed over the years; each spelling is read.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sgl_jax.core.layer_configs import GatedDeltaConfig, LatentConfig
@@ -28,7 +28,7 @@ from sgl_jax.models.gemma4_config import (
     read_head_sizes,
 )
 from sgl_jax.models.moe_config import MoeConfig, read_moe
-from sgl_jax.models.quantization import Rule
+from sgl_jax.models.quantization import LayerRules
 from sgl_jax.models.rope_config import (
     CHUNKED,
     FULL,
@@ -59,7 +59,8 @@ class LayerSpec:
     values_are_keys: bool = False  # the keys' projection gives values, too
     cache_source: int | None = None  # reads the cache of this layer; None: has a cache
     mlp_width: int | None = None  # of the dense feed-forward layer; None: the model's
-    rules: tuple[tuple[str, Rule], ...] = ()  # of quantized matrices, by their modules' names
+    # Layers with equal specifications may have unlike rules: `scan_segments.layer_kinds`.
+    rules: LayerRules = field(default=LayerRules(), compare=False)
 
 
 def read_layers(raw: Mapping[str, Any], max_positions: int) -> tuple[LayerSpec, ...]:

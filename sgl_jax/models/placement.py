@@ -3,6 +3,8 @@
 Needs no weights and no device, so that it also works for meshes of chips that do not exist.
 """
 
+import re
+from collections import Counter
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -29,6 +31,17 @@ class PlacedModel(NamedTuple):
     def graphdef(self) -> Any:
         """Return the graph; `nnx.merge(graphdef, params)` is the model."""
         return nnx.graphdef(self.model)
+
+    @property
+    def float_matrices(self) -> dict[str, int]:
+        """Return the bytes of each matrix of floats by its name in files, "*" for any layer."""
+        found: Counter[str] = Counter()
+        for own in self.declared.values():
+            if own.source and own.initial == "normal" and own.array.ndim - bool(own.layers) > 1:
+                name = next(iter(own.source.tensors())).name.removesuffix(".weight")
+                size = own.array.size * own.array.dtype.itemsize
+                found[re.sub(r"\.\d+(?=\.)", ".*", name)] += size
+        return dict(found)
 
     @property
     def params(self) -> ParamTree:

@@ -8,7 +8,7 @@ from sgl_jax.layers.sources import Dequantized, Source
 from sgl_jax.models.config_fields import ModelConfigError
 from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.layer_specs import LayerSpec
-from sgl_jax.models.quantization import Rule, rule_of_module
+from sgl_jax.models.quantization import Rule
 
 
 def linear(
@@ -56,7 +56,7 @@ def quantization_of(spec: LayerSpec, options: BuildOptions, weight: Source) -> Q
 
 def _rule(spec: LayerSpec, weight: Source) -> Rule | None:
     modules = [key.name.removesuffix(".weight") for key in weight.tensors()]
-    first, *others = (rule_of_module(spec.rules, module) for module in modules)
+    first, *others = map(spec.rules.of, modules)
     for module, rule in zip(modules[1:], others, strict=True):
         if rule != first:
             schemes = (own.scheme.name if own else "floats" for own in (first, rule))

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -21,22 +21,9 @@ AT_LOAD: Mapping[str, Scheme] = MappingProxyType(
     }
 )
 
-_SHARED_EXPERT = ("shared_expert", "shared_experts")  # the names in Qwen and DeepSeek
-_PER_LAYER = ("per_layer_input_gate", "per_layer_projection")  # Gemma 4
-# The parts of a layer that checkpoints quantize, relative to it; expert 0 stands for all experts.
-MODULES = (
-    *(f"self_attn.{x}_proj" for x in "qkvo"),
-    *(f"self_attn.{x}" for x in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")),
-    *(f"mlp.{x}_proj" for x in ("gate", "up", "down")),
-    *(f"mlp.experts.0.{x}_proj" for x in ("gate", "up", "down")),
-    *(f"mlp.experts.{x}_proj" for x in ("gate_up", "down")),
-    *(f"mlp.{x}.{y}_proj" for x in _SHARED_EXPERT for y in ("gate", "up", "down")),
-    *(f"linear_attn.in_proj_{x}" for x in ("qkvz", "qkv", "z", "ba", "b", "a")),
-    "linear_attn.out_proj",
-    *(f"experts.0.{x}_proj" for x in ("gate", "up", "down")),  # Gemma 4
-    *_PER_LAYER,
-)
-_LINEAR_GATES = ("in_proj_ba", "in_proj_b", "in_proj_a")  # too small to be worth quantizing
+# Matrices too small to be worth quantizing: gates of gated delta nets, and Gemma 4's projections of
+# a layer's embeddings.
+_SMALL = ("in_proj_ba", "in_proj_b", "in_proj_a", "per_layer_input_gate", "per_layer_projection")
 # Prefixes of layers, see `Architecture`. In a model with a text part, files and config may differ.
 _BODIES = ("model", "model.language_model", "language_model.model")
 _LAYER = re.compile(rf"(?:{'|'.join(map(re.escape, _BODIES))})\.(layers\..*)")
@@ -50,6 +37,7 @@ class Stored(NamedTuple):
     scales: str = "weight_scale"  # the name of scales, in place of "weight"
     block: tuple[int, int] | None = None  # outputs and inputs that share a scale; None: not blocks
     zero_points_less_one: bool = False  # stored zero points are one less than their values
+    input_scale: str = "input_scale"  # the name of the activations' scale
 
 
 class Rule(NamedTuple):
@@ -91,19 +79,30 @@ class QuantizationConfig:
                 return rule
         return None
 
-    def of_layer(self, layer: int) -> tuple[tuple[str, Rule], ...]:
-        """Return the rules of a layer's modules, by their names relative to it."""
-        return self.under(f"{_BODIES[0]}.layers.{layer}.")
-
-    def under(self, prefix: str) -> tuple[tuple[str, Rule], ...]:
-        """Return the rules of modules with names under `prefix`, by their relative names."""
-        found = ((module, self.rule_of(prefix + module)) for module in MODULES)
-        return tuple((module, rule) for module, rule in found if rule is not None)
+    def of_layer(self, layer: int) -> "LayerRules":
+        return LayerRules(self, f"{_BODIES[0]}.layers.{layer}.")
 
 
-def rule_of_module(rules: tuple[tuple[str, Rule], ...], module: str) -> Rule | None:
-    """Return the rule of a layer's module; `module` is relative to the layer."""
-    return dict(rules).get(of_first_expert(module))
+@dataclass(frozen=True)
+class LayerRules:
+    """The rules of a layer's modules, by their names relative to the layer."""
+
+    config: QuantizationConfig | None = None  # None: all are floats
+    prefix: str = ""  # of the layer's modules
+
+    def of(self, module: str) -> Rule | None:
+        return None if self.config is None else self.config.rule_of(self.prefix + module)
+
+
+@dataclass(frozen=True)
+class RecordingRules(LayerRules):
+    """Rules of a layer of floats, with a list of the modules that its declaration asks for."""
+
+    modules: list[str] = field(default_factory=list)
+
+    def of(self, module: str) -> Rule | None:
+        self.modules.append(module)
+        return None
 
 
 def of_first_expert(module: str) -> str:
@@ -124,4 +123,4 @@ def _fits(pattern: str, module: str) -> bool:
 def quantize_at_load(scheme: Scheme) -> QuantizationConfig:
     """Return a configuration that quantizes all layers' matrices at load except the smallest."""
     rule = Rule(scheme, Stored("float"))
-    return QuantizationConfig((((), rule),), ("lm_head", *_LINEAR_GATES, *_PER_LAYER))
+    return QuantizationConfig((((), rule),), ("lm_head", *_SMALL))

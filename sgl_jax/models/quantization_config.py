@@ -176,7 +176,10 @@ def _fp8(given: Mapping[str, Any]) -> QuantizationConfig:
             )
         is_static = given["activation_scheme"] == "static"
         scheme = Scheme("fp8", activation="fp8", has_input_scale=is_static)
-        rule = Rule(scheme, Stored("plain"))
+        stored = Stored("plain")
+        if "weight_block_size" in given:  # null: transformers, with other names than AutoFP8
+            stored = Stored("plain", "weight_scale_inv", input_scale="activation_scale")
+        rule = Rule(scheme, stored)
     return QuantizationConfig((((), rule),), (*ignored, "lm_head"))
 
 

@@ -75,11 +75,11 @@ def mixture_of_experts(
         names.up: Slice(both, 1, width, width),
         names.down: Tensor(f"{block}experts.down_proj", shape, transposed=True),
     }
-    swapped = replace(both, transposed=True)
+    swapped = replace(both, transposed=True, by_input=True)
     columns: dict[str, Source] = {
         names.gate: Slice(swapped, 1, 0, width),
         names.up: Slice(swapped, 1, width, width),
-        names.down: Tensor(f"{block}experts.down_proj", shape),
+        names.down: Tensor(f"{block}experts.down_proj", shape, by_input=True),
     }
 
     def matrices(name: str, *, inwards: bool) -> ExpertLinear:

@@ -5,10 +5,14 @@ repeated four times, and the second one layer with a window, repeated twice: sev
 compile.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from itertools import takewhile
 from operator import eq
 from typing import NamedTuple
+
+from sgl_jax.models.layer_specs import LayerSpec
+from sgl_jax.models.quantization import RecordingRules
 
 _MAX_PERIOD = 16
 
@@ -24,6 +28,19 @@ class ScanSegment(NamedTuple):
         """Return the layers equal to the layer at `position` of the period."""
         start = self.first + position
         return range(start, start + self.period * self.repeats, self.period)
+
+
+def layer_kinds(
+    specs: Sequence[LayerSpec], declare: Callable[[LayerSpec], object]
+) -> list[Hashable]:
+    """Return each layer's specification with the rules of its matrices.
+
+    `declare` declares a layer, and so asks for the rules of its matrices.
+    """
+    recordings = {spec: RecordingRules() for spec in specs}
+    for spec, own in recordings.items():
+        declare(replace(spec, rules=own))
+    return [(spec, *map(spec.rules.of, recordings[spec].modules)) for spec in specs]
 
 
 def find_scan_segments(kinds: Sequence[Hashable]) -> tuple[ScanSegment, ...]:

@@ -239,9 +239,9 @@ def _read_token_bytes(config: EngineConfig) -> int:
     """Return the bytes of a token of KV that all layers of a rank read: those that read another
     layer's cache count, too."""
     total = 0
-    for layer, spec in enumerate(config.model.all_layers):
+    model = config.model
+    for spec, (group, _) in zip(model.all_layers, model.cache_places(), strict=True):
         if spec.recurrence is None:
-            group, _ = config.model.cache_of(layer)
             layout = config.pool_layouts[config.groups[group].pool]
             total += layout.page_bytes // layout.num_layers // layout.page_size
     return total

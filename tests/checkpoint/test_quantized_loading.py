@@ -156,7 +156,7 @@ def test_dummies_are_as_large_as_those_of_floats(name):
     config = ModelConfig.from_path(QUANTIZED / name)
     params = load(QUANTIZED / name, load_format="dummy")
     values, scales = (params["layers", "0", "mlp", "up", "weight", own] for own in PARTS)
-    weight = config.layers[0].rules[0][1].scheme.weight
+    weight = config.layers[0].rules.of("mlp.up_proj").scheme.weight
     numbers = dequantized(values, scales, None, weight, jnp.float32)
     assert 0.7 < float(numbers.std()) / config.initializer_range < 1.4
 

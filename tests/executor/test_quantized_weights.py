@@ -38,9 +38,12 @@ def test_a_quantized_checkpoint_may_take_the_place_of_another(tmp_path):
     assert sum(changed) == 1
 
 
-def test_other_weights_are_quantized_as_the_first_were(tmp_path):
+def test_other_weights_are_quantized_as_the_first_were(tmp_path, caplog):
+    caplog.set_level("INFO")
     own = executor(FLOATS, quantization="int8")
     assert own.info["quantization"] == ["int8"]
+    assert own.info["float_matrices"] == ["model.embed_tokens", "lm_head"]
+    assert "not quantized: model.embed_tokens 0.00 GB, lm_head 0.00 GB" in caplog.text
     before = values(own)
     shutil.copytree(FLOATS, tmp_path / "other")
     own.update_weights(str(tmp_path / "other"))

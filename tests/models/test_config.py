@@ -40,8 +40,9 @@ def test_experts_may_be_in_mxfp4():
             GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}} | changes
         )
 
-    (own,) = {rule for spec in read_packed({}).layers for _, rule in spec.rules}
-    assert own.scheme == Scheme("mxfp4", 32)
+    rules = read_packed({}).layers[0].rules
+    assert rules.of("mlp.experts.down_proj").scheme == Scheme("mxfp4", 32)
+    assert rules.of("self_attn.q_proj") is None
     with pytest.raises(ModelConfigError, match="awq is supported with 4 bits"):
         read_packed({"quantization_config": {"quant_method": "awq"}})
     with pytest.raises(ModelConfigError, match=r"rows of 48 numbers, no multiple of the 32"):

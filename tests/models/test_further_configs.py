@@ -13,6 +13,7 @@ from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.layers.parameter import declarations
 from sgl_jax.models.config import ModelConfig, ModelConfigError, MoeConfig, RopeConfig
 from sgl_jax.models.decoder import BuildOptions
+from sgl_jax.models.quantization import LayerRules
 from sgl_jax.models.registry import build_model
 from sgl_jax.models.rope_config import QueryScale
 from sgl_jax.models.served import served_config
@@ -147,7 +148,9 @@ def test_a_seed_oss_has_no_bias_after_attention():
 )
 def test_a_published_model_has_as_many_parameters_as_its_name_says(name, billions):
     config = replace(published(name), quantization=None)
-    config = replace(config, layers=tuple(replace(spec, rules=()) for spec in config.layers))
+    config = replace(
+        config, layers=tuple(replace(spec, rules=LayerRules()) for spec in config.layers)
+    )
     declared = declarations(build_model(config, BuildOptions("bfloat16"))).values()
     found = sum(math.prod(own.array.shape) for own in declared)
     assert found == pytest.approx(billions * 1e9, rel=0.01)

@@ -46,9 +46,8 @@ def test_the_last_layers_read_the_cache_of_the_last_layer_of_their_kind():
     assert (full.layers, full.sliding_window, full.pool) == ((4, 9, 14), None, 0)
     assert windows.layers == (0, 1, 2, 3, 5, 6, 7, 8, 10, 11, 12, 13)
     assert (windows.sliding_window, windows.pool) == (512, 1)
-    assert config.cache_of(4) == (0, 0)
-    assert config.cache_of(19) == (0, 2)
-    assert config.cache_of(15) == (1, 11)
+    places = config.cache_places()
+    assert (places[4], places[19], places[15]) == ((0, 0), (0, 2), (1, 11))
 
 
 def test_layers_without_a_cache_take_no_page():

@@ -1,5 +1,8 @@
 """Configs of models with recurrences: which layers have one, and what is refused."""
 
+import json
+from dataclasses import replace
+
 import pytest
 
 from sgl_jax.core.engine_sizes import LAST_VALUE, CacheGroup
@@ -8,6 +11,7 @@ from sgl_jax.models.config import ModelConfig, ModelConfigError, RopeConfig
 from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.registry import build_model
 from tests.models.configs import EXPERTS, HYBRID
+from tests.models.golden_server import GOLDEN
 
 LINEAR, FULL = "linear_attention", "full_attention"
 TEXT_PART = {name: value for name, value in HYBRID.items() if name != "architectures"}
@@ -50,6 +54,38 @@ def test_recurrences_are_the_last_group_in_a_pool_of_their_own():
         CacheGroup(LAST_VALUE, 1, (0, 2, 4, 6), is_recurrent=True),
     )
     assert read(layer_types=[FULL] * 8).cache_groups() == (CacheGroup(None, 0, tuple(range(8))),)
+
+
+def qwen3_6(**changes):
+    """The config of a Qwen3-MoE hybrid with all fields that Qwen3.6 publishes next to Qwen3.5's."""
+    text = json.loads((GOLDEN / "qwen3_5_moe" / "config.json").read_text())
+    del text["architectures"]
+    text |= {
+        "attn_output_gate": True,
+        "full_attention_interval": 4,
+        "mamba_ssm_dtype": "float32",
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+        "output_gate_type": "swish",
+        "partial_rotary_factor": 0.25,
+    }
+    text["rope_parameters"] |= {"mrope_interleaved": True, "mrope_section": [1, 1, 1]}
+    return {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "image_token_id": 248056,
+        "language_model_only": False,
+        "model_type": "qwen3_5_moe",
+        "text_config": text | changes,
+        "vision_config": {"model_type": "qwen3_5_moe", "depth": 27, "hidden_size": 1152},
+    }
+
+
+def test_a_qwen3_6_is_computed_as_a_qwen3_5():
+    expected = ModelConfig.from_path(GOLDEN / "qwen3_5_moe")
+    config = ModelConfig.from_dict(qwen3_6())
+    assert replace(config, architecture=expected.architecture) == expected
+    with pytest.raises(ModelConfigError, match="output_gate_type = 'sigmoid' is not supported"):
+        ModelConfig.from_dict(qwen3_6(output_gate_type="sigmoid"))
 
 
 def test_the_text_part_of_a_model_with_images_is_read():

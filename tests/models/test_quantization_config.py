@@ -87,6 +87,11 @@ FORMS = [
         Scheme("fp8", activation="fp8", has_input_scale=True),
         PLAIN,
     ),
+    (
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+        Scheme("fp8", activation="fp8", has_input_scale=True),
+        Stored("plain", "weight_scale_inv", input_scale="activation_scale"),
+    ),
     (AWQ, Scheme("int4", 64, has_zero_points=True), Stored("awq", "scales")),
     (
         {"quant_method": "awq", "version": "gemm", "w_bit": 4, "q_group_size": -1},
@@ -185,11 +190,11 @@ def test_names_and_expressions_leave_modules_out():
     ignored = ["lm_head", "re:.*self_attn.*", "model.layers.0.mlp.down_proj"]
     given = compressed("int-quantized", weights(), ignore=ignored)
     config = ModelConfig.from_dict(QWEN3 | {"quantization_config": given})
-    first, second = ([name for name, _ in spec.rules] for spec in config.layers)
-    assert not any("self_attn" in name for name in first)
-    assert "mlp.down_proj" in second
-    assert "mlp.down_proj" not in first
-    assert "mlp.up_proj" in first
+    first, second = (spec.rules for spec in config.layers)
+    assert first.of("self_attn.q_proj") is None
+    assert second.of("mlp.down_proj") is not None
+    assert first.of("mlp.down_proj") is None
+    assert first.of("mlp.up_proj") is not None
 
 
 def test_groups_of_other_targets_have_their_own_scheme():
@@ -246,8 +251,9 @@ def test_a_name_fits_with_any_prefix_of_layers(body, stored):
     given = compressed("int-quantized", weights())
     given["config_groups"]["group_0"]["targets"] = [f"{body}.layers.0.mlp.down_proj"]
     config = ModelConfig.from_dict(QWEN3 | {"quantization_config": given})
-    first, second = ([name for name, _ in spec.rules] for spec in config.layers)
-    assert (first, second) == (["mlp.down_proj"], [])
+    quantized = [spec.rules.of("mlp.down_proj") is not None for spec in config.layers]
+    assert quantized == [True, False]
+    assert config.layers[0].rules.of("mlp.up_proj") is None
     assert config.quantization.rule_of(f"{stored}.layers.0.mlp.down_proj") is not None
     assert config.quantization.rule_of(f"{stored}.layers.1.mlp.down_proj") is None
 

@@ -27,7 +27,7 @@ class PlainReader:
 
     def __init__(self, rule: Rule) -> None:
         self._is_int = rule.scheme.weight == "int8"
-        self._scales = rule.stored.scales
+        self._scales, self._input_scale = rule.stored.scales, rule.stored.input_scale
         self._group = rule.scheme.group_size
         self._block = rule.stored.block
 
@@ -35,7 +35,7 @@ class PlainReader:
         if part.kind == "values":
             return {weight: Expected((shape,), frozenset({"I8" if self._is_int else "F8_E4M3"}))}
         if part.kind == "input_scale":
-            return {beside(weight, "input_scale"): Expected(((1,), ()), FLOATS)}
+            return {beside(weight, self._input_scale): Expected(((1,), ()), FLOATS)}
         name = beside(weight, self._scales)
         *outer, outputs, groups = shape
         if self._block is not None or self._group is not None:
@@ -43,14 +43,15 @@ class PlainReader:
             size = groups * (part.group or 1)
             blocks = (*outer, -(-outputs // rows), -(-size // inputs))
             return {name: Expected((blocks,), FLOATS)}
-        per_output = (*outer, outputs)
-        return {name: Expected(((*per_output, 1), per_output, (*outer, 1), tuple(outer)), FLOATS)}
+        by_output, whole = (*outer, outputs), tuple(outer)
+        shapes = ((*by_output, 1), by_output, (*whole, 1, 1), (*whole, 1), whole)
+        return {name: Expected(shapes, FLOATS)}
 
     def read(self, files: Files, weight: str, part: MatrixPart, index: Index) -> NDArray[Any]:
         if part.kind == "values":
             return files.read(weight, index)
         if part.kind == "input_scale":
-            return _whole(files, beside(weight, "input_scale")).reshape(1)
+            return _whole(files, beside(weight, self._input_scale)).reshape(1)
         name = beside(weight, self._scales)
         *outer, outputs, groups = index
         if self._block is None and self._group is None:

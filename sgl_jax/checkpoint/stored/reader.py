@@ -47,8 +47,13 @@ class Reader(Protocol):
 
 
 def beside(weight: str, name: str) -> str:
-    """Return the name of the tensor `name` of the same module."""
-    return weight.removesuffix("weight") + name
+    """Return the name of the tensor `name` of the same module.
+
+    The tensors of all experts, such as "experts.down_proj", have names without "weight".
+    """
+    if weight.endswith("weight"):
+        return weight.removesuffix("weight") + name
+    return f"{weight}_{name.removeprefix('weight_')}"
 
 
 def positions(index: slice, size: int = 1) -> NDArray[np.intp]:

@@ -10,7 +10,7 @@ from sgl_jax.checkpoint.stored.mxfp4 import Mxfp4Reader
 from sgl_jax.checkpoint.stored.packed import PackedReader
 from sgl_jax.checkpoint.stored.plain import PlainReader
 from sgl_jax.checkpoint.stored.reader import FLOATS, Expected, Files, Reader
-from sgl_jax.layers.sources import Index, Shape, TensorKey
+from sgl_jax.layers.sources import Index, Shape, TensorKey, swapped
 from sgl_jax.models.quantization import Packing, QuantizationConfig, Rule
 
 _READERS: Mapping[Packing, Callable[[Rule], Reader]] = {
@@ -25,7 +25,7 @@ _INTEGERS = frozenset({"I64", "I32"})
 # Tensors of a quantized matrix's module that files may hold, though no part needs them. The groups
 # of inputs are stored even if inputs of a group are adjacent.
 _SPARE: Mapping[Packing, frozenset[str]] = {
-    "plain": frozenset({"input_scale"}),
+    "plain": frozenset({"input_scale", "activation_scale"}),
     "compressed": frozenset({"weight_shape", "weight_g_idx"}),
     "gptq": frozenset({"g_idx"}),
 }
@@ -48,12 +48,20 @@ class QuantizedTensors:
         """
         if key.part is None:
             return {key.name: Expected((shape,), _INTEGERS if is_integer else FLOATS)}
-        return self._reader(key.name).tensors(key.name, key.part, shape)
+        found = self._reader(key.name).tensors(key.name, key.part, shape)
+        if not key.part.by_input:
+            return found
+        return {
+            name: own._replace(shapes=tuple(map(_exchanged, own.shapes)))
+            for name, own in found.items()
+        }
 
     def read(self, files: Files, key: TensorKey, index: Index) -> NDArray[Any]:
         """Read the slice `index` of a tensor or part. Raise ValueError for unfit contents."""
         if key.part is None:
             return files.read(key.name, index)
+        if key.part.by_input:
+            files = _FilesByInput(files)
         return self._reader(key.name).read(files, key.name, key.part, index)
 
     def is_spare(self, name: str) -> bool:
@@ -64,7 +72,8 @@ class QuantizedTensors:
         if self._config.has_kv_scales and own in ("k_scale", "v_scale"):
             return True
         rule = self._config.rule_of(module)
-        return rule is not None and own in _SPARE.get(rule.stored.packing, ())
+        spare = tuple(_SPARE.get(rule.stored.packing, ())) if rule else ()
+        return own.endswith(spare)  # of all experts' matrices: "down_proj_activation_scale"
 
     def is_zero_bias(self, files: Files, name: str) -> bool:
         """Return True for a packed matrix's bias of zeros, which some AutoGPTQ versions write."""
@@ -80,3 +89,19 @@ class QuantizedTensors:
         if rule not in self._readers:
             self._readers[rule] = _READERS[rule.stored.packing](rule)
         return self._readers[rule]
+
+
+class _FilesByInput(Files):
+    """The tensors of all experts' matrices [experts, in, out], read as [experts, out, in]."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+
+    def read(self, name: str, index: Index) -> NDArray[Any]:
+        part = self._files.read(name, _exchanged(index))
+        return part.swapaxes(1, 2) if part.ndim > 2 else part
+
+
+def _exchanged(axes: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Exchange axes 1 and 2; scales of whole matrices have no axis 2."""
+    return swapped(axes) if len(axes) > 2 else axes

@@ -1,0 +1,49 @@
+"""What the layers of a model read in a step, next to hidden states and memory."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from sgl_jax.kernels.attention.batch import AttentionBatch
+from sgl_jax.kernels.gated_delta.batch import StateBatch
+from sgl_jax.layers.rotary import Rotation, query_scales, rotation
+from sgl_jax.models.config import LayerSpec, ModelConfig
+
+
+def layer_reads(
+    config: ModelConfig,
+    groups: Sequence[int],
+    batches: Sequence[AttentionBatch],
+    state_batch: StateBatch | None,
+) -> list[tuple[Any, ...]]:
+    """Return each layer's rotation and batch, or its `StateBatch` if it is a recurrence.
+
+    `groups` are the layers' cache groups, and `batches` those of each group.
+    """
+    rotations: dict[Any, Rotation] = {}  # equal ones are computed once
+    reads: list[tuple[Any, ...]] = []
+    for spec, group in zip(config.layers, groups, strict=False):
+        if spec.recurrence:
+            reads.append((state_batch,))
+            continue
+        key = spec.rope, spec.query_scale, spec.heads
+        if key not in rotations:
+            rotations[key] = rotation_of(config, spec, batches[0].positions)
+        reads.append((rotations[key], batches[group]))
+    return reads
+
+
+def rotation_of(config: ModelConfig, spec: LayerSpec, positions: jax.Array) -> Rotation:
+    """Return the rotations of queries and keys of a layer at `positions`, int32 [T]."""
+    size = config.of_layer(spec).rope_head_dim
+    rope, scale = spec.rope, spec.query_scale
+    # Without rotation all angles are 0.
+    frequencies = rope.inverse_frequencies(size) if rope else np.zeros(0, np.float32)
+    factor = rope.attention_factor if rope else 1.0
+    own = rotation(positions, frequencies, factor, size // 2)
+    if scale is None:
+        return own
+    scales = query_scales(positions, scale.weight, scale.period, scale.first)
+    return own._replace(query_scale=scales)
