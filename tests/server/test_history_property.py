@@ -37,7 +37,7 @@ from tests.server.test_histories import (
     own_part,
     post,
 )
-from tests.support.long import long
+from tests.support.long import long, long_but
 
 ROOM = 100_000  # tokens of a request
 COMPLETIONS, GENERATE = "/v1/completions", "/generate"
@@ -459,7 +459,14 @@ DEFECTS: dict[str, tuple[str, Any, str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("defect", DEFECTS)
+# By default one of each kind of reader: of objects, of calls, of stop strings.
+BY_DEFAULT = (
+    *("an object ends at the first brace", "ends of calls stay"),
+    "a stop string is not found",
+)
+
+
+@pytest.mark.parametrize("defect", long_but(DEFECTS, *BY_DEFAULT))
 def test_a_defect_of_a_reader_is_found(
     defect: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
