@@ -61,10 +61,10 @@ def test_closed_it_neither_begins_another_job_nor_waits_for_the_one_that_runs():
 
 def test_a_program_that_ends_without_a_close_waits_only_for_the_job_that_runs():
     lines = (
-        "import time",
+        "import threading",
         "from sgl_jax.core.progress import Progress",
         "from sgl_jax.executor.compile_watch import BackgroundCompilation, CompileWatch",
-        "jobs = [lambda: print('job', flush=True) or time.sleep(1)] * 5",
+        "jobs = [lambda: print('job', flush=True) or threading.main_thread().join()] * 5",
         "BackgroundCompilation(jobs, CompileWatch(), Progress())",
     )
     command = [sys.executable, "-c", "\n".join(lines)]
