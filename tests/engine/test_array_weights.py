@@ -46,7 +46,6 @@ def new(old: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def started() -> Iterator[Engine]:
     sizes = {"context_length": 128, "max_total_tokens": 512, "chunked_prefill_size": 32}
-    sizes["max_running_requests"] = 2
     with Engine(
         model_path=str(GOLDEN), device="cpu", page_size=4, max_running_requests=8, **sizes
     ) as engine:
