@@ -1,4 +1,5 @@
-"""Four CPU devices for every test, so that meshes can be tried without accelerators."""
+"""Four CPU devices for every test, so that meshes can be tried without accelerators; and programs
+from the compilation cache of this user, where engines keep theirs."""
 
 import faulthandler
 import gc
@@ -16,6 +17,8 @@ import jax
 import pytest
 from hypothesis.internal.conjecture import engine
 
+from sgl_jax.executor.devices import set_compilation_cache
+
 # For who only wants to know that a test fails: `--hypothesis-profile=no_shrink`.
 _NO_SHRINK = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
 # No test is timed: on a busy machine any example may take long.
@@ -27,6 +30,7 @@ hypothesis.settings.load_profile("default")
 engine.MAX_SHRINKING_SECONDS = 90
 
 jax.config.update("jax_num_cpu_devices", 4)
+set_compilation_cache(None)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 _NICE = 19
 _TURN_S = 0.0005  # tracing holds the interpreter, and each step needs it several times
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+# The watch of each thread within `beside_loop`, of all engines of the process.
+_watches_beside: dict[int, "CompileWatch"] = {}
 
 
 class CompileWatch:
@@ -25,7 +27,8 @@ class CompileWatch:
 
     Attributes:
         num_at_start: compilations until `arm`.
-        num_beside_loop: compilations within `beside_loop`.
+        num_beside_loop: compilations within this watch's `beside_loop`; those within another's
+            belong to another engine of the process.
         num_in_loop: all other compilations from `arm` to `disarm`; each is logged as a defect.
     """
 
@@ -33,7 +36,6 @@ class CompileWatch:
         self.num_at_start = self.num_beside_loop = self.num_in_loop = 0
         self._num_before_arm = 0
         self._armed = False
-        self._threads_beside: set[int] = set()
         # jax keeps listeners until the process ends; this one must not keep the engine alive.
         watch_ref = weakref.ref(self)
 
@@ -66,16 +68,17 @@ class CompileWatch:
     @contextmanager
     def beside_loop(self) -> Iterator[None]:
         """Count this thread's compilations in this context as background compilations."""
-        own = threading.get_ident()
-        self._threads_beside.add(own)
+        thread = threading.get_ident()
+        _watches_beside[thread] = self
         try:
             yield
         finally:
-            self._threads_beside.remove(own)
+            del _watches_beside[thread]
 
     def _count(self, duration_s: float) -> None:
-        if threading.get_ident() in self._threads_beside:
-            self.num_beside_loop += 1
+        beside = _watches_beside.get(threading.get_ident())
+        if beside is not None:
+            self.num_beside_loop += beside is self
         elif self._armed:
             self.num_in_loop += 1
             logger.error(

@@ -68,13 +68,12 @@ def folder(tmp_path):
 
 
 @pytest.fixture
-def report(folder, capsys, pytestconfig):
+def report(folder, capsys):
     """A function of a key of `MODELS`: the exit code, and the report's section on kernels."""
 
     def run(name):
         flags = ["--model-path", str(folder(name)), "--load-format", "dummy", "--device", "cpu"]
         flags += ["--attention-backend", "pallas", "--page-size", "16", "--context-length", "128"]
-        flags += ["--compilation-cache-dir", str(pytestconfig.cache.mkdir("xla"))]
         code = main([*flags, *MODELS[name][1], "--checks", "kernels", "--json"])
         return code, json.loads(capsys.readouterr().out)["sections"]["kernels"]
 

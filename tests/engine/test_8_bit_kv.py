@@ -36,12 +36,11 @@ def scales(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def answer(tmp_path_factory):
+def answer():
     """settings -> the answers to all questions, and the engine's counters."""
-    cache = str(tmp_path_factory.mktemp("compiled"))
 
     def ask(**settings):
-        with Engine(str(DEMO), compilation_cache_dir=cache, **(SETTINGS | settings)) as engine:
+        with Engine(str(DEMO), **(SETTINGS | settings)) as engine:
             prompts = [engine.tokenizer.apply_chat_template(q.messages) for q in QUESTIONS]
             wanted = {"temperature": 0, "max_new_tokens": 24}
             answers = engine.generate(input_ids=prompts, sampling_params=wanted)

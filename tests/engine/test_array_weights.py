@@ -19,6 +19,7 @@ from sgl_jax.checkpoint.tensor_files import TensorFiles
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import CancelCall, PauseGeneration
 from sgl_jax.core.weight_messages import UpdateWeightsFromDisk, UpdateWeightsFromTensor
+from tests.models.draft_reference import random_weights, write_checkpoint
 from tests.support.long import long
 from tests.support.waiting import until
 
@@ -354,15 +355,16 @@ def test_messages_that_wait_for_the_thread_together_are_answered_in_turn(
     assert outputs(engine) == of_new[1]
 
 
-def test_a_deleted_draft_layer_must_come_again() -> None:
+def test_a_deleted_draft_layer_must_come_again(tmp_path: Path) -> None:
     """Otherwise an update may have its tensors alone, or lack them."""
-    folder = GOLDEN.parents[2] / "models" / "demo_hybrid"
+    folder = write_checkpoint(tmp_path, random_weights())
     with TensorFiles(folder) as files:
         tensors = {name: files.read(name, ()) for name in files.shapes}
     drafts = {name: own for name, own in tensors.items() if name.startswith("mtp.")}
     model = {name: own for name, own in tensors.items() if name not in drafts}
     drafting = {"speculative_algorithm": "MTP", "speculative_num_draft_tokens": 3}
     sizes = {"context_length": 64, "max_total_tokens": 256, "chunked_prefill_size": 32}
+    sizes["max_running_requests"] = 2
     with Engine(str(folder), device="cpu", warmup="none", **sizes, **drafting) as engine:
         engine.update_weights(drafts, version="1", mode="chunked")
         assert not engine.info["is_paused"]

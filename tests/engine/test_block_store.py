@@ -37,7 +37,6 @@ def settings_with(folder: Path, model: Path, **case: Any) -> dict[str, Any]:
         "hicache_storage_backend": "file",
         "hicache_storage_dir": str(folder / "store"),
         "hicache_storage_prefetch_policy": "wait_complete",
-        "compilation_cache_dir": str(folder / "compiled"),
         **case,
     }
 

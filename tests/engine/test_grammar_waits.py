@@ -54,8 +54,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
 
 
 @pytest.fixture
-def make_core(pytestconfig: pytest.Config) -> Iterator[Callable[..., EngineCore]]:
-    """Engines whose programs are kept between runs, in pytest's own cache."""
+def make_core() -> Iterator[Callable[..., EngineCore]]:
     cores: list[EngineCore] = []
 
     def make(**settings: Any) -> EngineCore:
@@ -68,7 +67,6 @@ def make_core(pytestconfig: pytest.Config) -> Iterator[Callable[..., EngineCore]
             "chunked_prefill_size": 2,  # few shapes
             "check_memory": "busy",
             "warmup": "none",
-            "compilation_cache_dir": str(pytestconfig.cache.mkdir("xla")),
         }
         cores.append(EngineCore(ServerArgs(**args | settings)))
         return cores[-1]

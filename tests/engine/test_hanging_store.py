@@ -68,7 +68,6 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "hicache_storage_backend": "file",
         "hicache_storage_dir": str(folder / "store"),
         "hicache_storage_prefetch_policy": "wait_complete",
-        "compilation_cache_dir": str(folder / "compiled"),
     }
 
 

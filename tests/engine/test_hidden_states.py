@@ -22,7 +22,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_engine(pytestconfig: pytest.Config, **settings: Any) -> Engine:
+def make_engine(**settings: Any) -> Engine:
     defaults: dict[str, Any] = {
         "warmup": "none",
         "check_memory": "busy",
@@ -30,7 +30,6 @@ def make_engine(pytestconfig: pytest.Config, **settings: Any) -> Engine:
         "max_total_tokens": 480,
         "max_running_requests": 4,
         "chunked_prefill_size": 16,
-        "compilation_cache_dir": str(pytestconfig.cache.mkdir("xla")),
         "test_retract": True,
         "test_retract_interval": 3,
     }
@@ -59,8 +58,8 @@ def check_embeddings(engine: Engine) -> None:
     assert engine.server_info()["counters"]["compiles_after_ready"] == 0
 
 
-def test_they_are_those_of_transformers(pytestconfig: pytest.Config) -> None:
-    with make_engine(pytestconfig) as engine:
+def test_they_are_those_of_transformers() -> None:
+    with make_engine() as engine:
         check_embeddings(engine)
         with pytest.raises(InvalidRequestError, match="needs max_new_tokens 0"):
             engine.generate([[3, 4]], {"max_new_tokens": 1}, return_hidden=True)
@@ -68,8 +67,6 @@ def test_they_are_those_of_transformers(pytestconfig: pytest.Config) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS)
-def test_every_setting_gives_the_same(
-    settings: dict[str, Any], pytestconfig: pytest.Config
-) -> None:
-    with make_engine(pytestconfig, **settings) as engine:
+def test_every_setting_gives_the_same(settings: dict[str, Any]) -> None:
+    with make_engine(**settings) as engine:
         check_embeddings(engine)

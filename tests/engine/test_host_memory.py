@@ -7,7 +7,6 @@ log-probabilities are equal bit by bit.
 
 import random
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -161,14 +160,7 @@ def check_at_rest(engine: Engine) -> None:
                 assert not flushed or pool["cached_blocks"] == 0
 
 
-@pytest.fixture(scope="module")
-def compare(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """Compares two engines, which share their compiled programs."""
-    return partial(compare_engines, tmp_path_factory.mktemp("compiled"))
-
-
-def compare_engines(
-    cache: Path,
+def compare(
     model: Path,
     talk: Callable[[Engine], Answers] = answers,
     *,
@@ -178,7 +170,6 @@ def compare_engines(
     """Both engines give the same answers; unless `is_exact`, the chunks of prompts may differ, and
     with them the log-probabilities' last bits. Returns the small engine's counters."""
     settings = SETTINGS | {"page_size": 16, "model_path": str(model)} | case
-    settings["compilation_cache_dir"] = str(cache)
     small = settings.pop("max_total_tokens", SMALL)
     with Engine(**settings, max_total_tokens=LARGE) as engine:
         expected, most_cached = talk(engine)
@@ -209,37 +200,33 @@ def is_moving(engine: Engine) -> bool:
     return is_copying or any(pool["arriving_blocks"] or pool["leaving_blocks"] for pool in pools)
 
 
-@pytest.mark.parametrize("case", long_but(CASES, "two ranks"))
-def test_a_prefix_from_the_host_is_worth_the_computed_one(
-    compare: Callable[..., Any], case: str
-) -> None:
+# By default the sessions below and test_block_store have prefixes that come back.
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES)
+def test_a_prefix_from_the_host_is_worth_the_computed_one(case: str) -> None:
     # With the selective policy a prefix that nothing has found yet is computed anew.
     compare(GOLDEN / "qwen3", is_exact=case != "write_through_selective", **CASES[case])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.long
-def test_windows_and_states_come_back_too(compare: Callable[..., Any], family: str) -> None:
+def test_windows_and_states_come_back_too(family: str) -> None:
     compare(GOLDEN / family)
 
 
 @pytest.mark.parametrize("case", long_but(SESSION_CASES, "chunks of 8"))
-def test_sessions_that_go_back_and_fork_find_their_prefixes_on_the_host(
-    compare: Callable[..., Any], case: str
-) -> None:
+def test_sessions_that_go_back_and_fork_find_their_prefixes_on_the_host(case: str) -> None:
     compare(GOLDEN / "qwen3", session_answers, session_memory_fraction=1.0, **SESSION_CASES[case])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
-def test_windows_and_states_of_sessions_come_back_too(
-    compare: Callable[..., Any], family: str
-) -> None:
+def test_windows_and_states_of_sessions_come_back_too(family: str) -> None:
     compare(GOLDEN / family, session_answers, session_memory_fraction=1.0, **CASES["chunks of 8"])
 
 
 @pytest.mark.long
-def test_retracted_requests_find_their_prefixes_on_the_host(compare: Callable[..., Any]) -> None:
+def test_retracted_requests_find_their_prefixes_on_the_host() -> None:
     settings = CASES["chunks of 8"] | {"test_retract": True}
     counters = compare(GOLDEN / "qwen3", answers_at_once, is_exact=False, **settings)
     assert counters["requests_force_retracted"] > 0

@@ -15,18 +15,22 @@ from sgl_jax.core.messages import (
 )
 from sgl_jax.core.sampling_params import SamplingParams
 from tests.engine.test_faults import Rig
+from tests.support.long import long_but
 from tests.support.non_finite import nan_token, nan_weights
 
 BAD = 61  # its embedding is NaN
 COMMON = [5 + i % 40 for i in range(36)]
+DRAFTS = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 3}
+HOST_MEMORY = {"enable_hierarchical_cache": True, "hicache_size": 1}
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "drafts": {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 3},
-    "host memory": {"enable_hierarchical_cache": True, "hicache_size": 1},
+    "drafts": DRAFTS,
+    "host memory": HOST_MEMORY,
+    "drafts, host memory": DRAFTS | HOST_MEMORY,
 }
 
 
-@pytest.fixture(scope="module", params=SETTINGS)
+@pytest.fixture(scope="module", params=long_but(SETTINGS, "drafts, host memory"))
 def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     rig = Rig(tmp_path_factory.mktemp("model"), page_size=4, **SETTINGS[request.param])
     yield rig

@@ -13,7 +13,6 @@ from sgl_jax.core.engine_messages import FinishReason
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.engine.offline import Engine
 from sgl_jax.engine.offline_results import Generation, GenerationError
-from tests.support.long import long_but
 
 DEMO = str(Path(__file__).parents[2] / "models" / "demo")
 GREEDY = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
@@ -96,7 +95,8 @@ def test_turn_by_turn_is_the_same_as_all_at_once(engine: Engine) -> None:
     converse(engine)
 
 
-@pytest.mark.parametrize("variant", long_but(VARIANTS, "page 1, no overlap"))
+@pytest.mark.long
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_so_it_is_with_other_settings(variant: str) -> None:
     with Engine(DEMO, **{**SETTINGS, **VARIANTS[variant]}) as engine:
         converse(engine)

@@ -36,8 +36,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def make_args(model_folder: Path, pytestconfig: pytest.Config) -> Callable[..., ServerArgs]:
-    """Arguments for a tiny engine; its programs are kept between runs, in pytest's own cache."""
+def make_args(model_folder: Path) -> Callable[..., ServerArgs]:
+    """Arguments for a tiny engine."""
     settings: dict[str, Any] = {
         "model_path": str(model_folder),
         "load_format": "dummy",
@@ -47,7 +47,6 @@ def make_args(model_folder: Path, pytestconfig: pytest.Config) -> Callable[..., 
         "max_running_requests": 4,
         "chunked_prefill_size": 8,
         "warmup": "none",
-        "compilation_cache_dir": str(pytestconfig.cache.mkdir("xla")),
     }
     return lambda **overrides: ServerArgs(**(settings | overrides))
 

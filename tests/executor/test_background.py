@@ -61,10 +61,10 @@ def test_closed_it_neither_begins_another_job_nor_waits_for_the_one_that_runs():
 
 def test_a_program_that_ends_without_a_close_waits_only_for_the_job_that_runs():
     lines = (
-        "import time",
+        "import threading",
         "from sgl_jax.core.progress import Progress",
         "from sgl_jax.executor.compile_watch import BackgroundCompilation, CompileWatch",
-        "jobs = [lambda: print('job', flush=True) or time.sleep(1)] * 5",
+        "jobs = [lambda: print('job', flush=True) or threading.main_thread().join()] * 5",
         "BackgroundCompilation(jobs, CompileWatch(), Progress())",
     )
     command = [sys.executable, "-c", "\n".join(lines)]
@@ -103,5 +103,8 @@ def test_compilations_are_counted_by_when_and_where_they_happen():
     with watch.paused():
         compile_one(5.5)
     assert (watch.num_at_start, watch.num_beside_loop, watch.num_in_loop) == (1, 1, 0)
-    compile_one(6.5)
+    other = BackgroundCompilation([lambda: compile_one(6.5)], CompileWatch(), Progress())
+    until(lambda: other.is_done, "another engine's job ends")
+    assert (watch.num_at_start, watch.num_beside_loop, watch.num_in_loop) == (1, 1, 0)
+    compile_one(7.5)
     assert (watch.num_at_start, watch.num_beside_loop, watch.num_in_loop) == (1, 1, 1)

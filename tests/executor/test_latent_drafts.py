@@ -78,9 +78,8 @@ def test_drafts_change_no_token(make, sampling):
     check_same_tokens(make(), make(**DRAFTING), sampling)
 
 
-@pytest.mark.parametrize(
-    "num_draws", [3_000, pytest.param(100_000, marks=pytest.mark.long)], ids=str
-)
+@pytest.mark.long
+@pytest.mark.parametrize("num_draws", [3_000, 100_000])
 def test_draws_with_drafts_are_of_the_models_distribution(make, tmp_path, num_draws):
     folder = write_markov_checkpoint(tmp_path, num_tokens=12)
     executor = make(model_path=str(folder), **DRAFTING)

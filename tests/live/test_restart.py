@@ -69,8 +69,8 @@ def begin(client: Client, num_talks: int) -> list[Talk]:
     return talks
 
 
-def check_last_turns(folder: Path, talks: list[Talk]) -> float:
-    """The last turns, on a restarted server and, whole, on another; the share of tokens found."""
+def check_last_turns(folder: Path, talks: list[Talk], other: LiveServer) -> float:
+    """The last turns, on a restarted server and, whole, on `other`; the share of tokens found."""
     asked: list[tuple[list[int], list[int]]] = []
     num_old = num_found = 0
     with live_server(folder, *flags_with(folder)) as server:
@@ -83,8 +83,7 @@ def check_last_turns(folder: Path, talks: list[Talk]) -> float:
             asked.append((before + talk.new[NUM_TURNS - 1], answer["output_ids"]))
         server.close_sessions()
         server.assert_nothing_leaked()
-    with live_server(folder, "--context-length", "512") as server:
-        asyncio.run(check_answers(server, asked))
+    asyncio.run(check_answers(other, asked))
     return num_found / num_old
 
 
@@ -105,17 +104,21 @@ async def check_answers(server: LiveServer, asked: list[tuple[list[int], list[in
             await differences(client, prompt, expected, tokens)
 
 
-@pytest.mark.parametrize("num_talks", [9, pytest.param(50, marks=pytest.mark.long)])
-def test_conversations_go_on_after_a_restart(tmp_path: Path, num_talks: int) -> None:
+@pytest.mark.parametrize("num_talks", [3, pytest.param(50, marks=pytest.mark.long)])
+def test_conversations_go_on_after_a_restart(
+    tmp_path: Path, num_talks: int, demo_server: LiveServer
+) -> None:
     with live_server(tmp_path, *flags_with(tmp_path)) as server:
         talks = begin(Client(server), num_talks)
-    share = check_last_turns(tmp_path, talks)
+    share = check_last_turns(tmp_path, talks, demo_server)
     print(f"{share:.4f} of the tokens of {num_talks} conversations were found")
     assert share >= 0.95
 
 
 @pytest.mark.long
-def test_a_server_that_is_killed_in_a_save_leaves_the_last_whole_one(tmp_path: Path) -> None:
+def test_a_server_that_is_killed_in_a_save_leaves_the_last_whole_one(
+    tmp_path: Path, demo_server: LiveServer
+) -> None:
     with live_server(tmp_path, *flags_with(tmp_path), exit_code=1) as server:
         client = Client(server)
         talks = begin(client, 6)
@@ -126,7 +129,7 @@ def test_a_server_that_is_killed_in_a_save_leaves_the_last_whole_one(tmp_path: P
             httpx.post(server.url + "/save_cache", timeout=0.02)
         engine.kill()
         server.process.wait(60)
-    share = check_last_turns(tmp_path, talks)
+    share = check_last_turns(tmp_path, talks, demo_server)
     assert share >= 0.95
 
 

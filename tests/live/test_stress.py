@@ -122,7 +122,7 @@ async def explain_differences(
                 await differences(client, prompt, expected[index], tokens)
 
 
-@pytest.mark.parametrize("num_requests", [200, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_requests", [120, pytest.param(1000, marks=pytest.mark.long)])
 def test_survivors_are_right_and_nothing_leaks(server: LiveServer, num_requests: int) -> None:
     recording = server.log.with_name(RECORDING)
     try:

@@ -37,7 +37,7 @@ from tests.server.test_histories import (
     own_part,
     post,
 )
-from tests.support.long import long
+from tests.support.long import long, long_but
 
 ROOM = 100_000  # tokens of a request
 COMPLETIONS, GENERATE = "/v1/completions", "/generate"
@@ -409,7 +409,7 @@ def try_cases(name: str, folder: Path, num_cases: int, *, shrinks: bool = True) 
         holds()
 
 
-@pytest.mark.parametrize("num_cases", [25, *long(500)])
+@pytest.mark.parametrize("num_cases", [10, *long(500)])
 @pytest.mark.parametrize("name", FORMATS)
 def test_answers_are_histories(name: str, num_cases: int, tmp_path: Path) -> None:
     try_cases(name, tmp_path / "tokenizer", num_cases)
@@ -459,7 +459,14 @@ DEFECTS: dict[str, tuple[str, Any, str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("defect", DEFECTS)
+# By default one of each kind of reader: of objects, of calls, of stop strings.
+BY_DEFAULT = (
+    *("an object ends at the first brace", "ends of calls stay"),
+    "a stop string is not found",
+)
+
+
+@pytest.mark.parametrize("defect", long_but(DEFECTS, *BY_DEFAULT))
 def test_a_defect_of_a_reader_is_found(
     defect: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,8 +1,19 @@
 """Chips that are only described: the TPU's compiler needs no TPU."""
 
+import jax
 import pytest
 
+from sgl_jax.executor.devices import set_compilation_cache
 from sgl_jax.planner.topology import Topology, has_tpu_compiler, topology_mesh
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_compilation_cache():
+    """Compile every program: those of absent chips cannot be loaded from a cache."""
+    before = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    set_compilation_cache("none")
+    yield
+    set_compilation_cache(before or "none")
 
 
 @pytest.fixture(scope="session")

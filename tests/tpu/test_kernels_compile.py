@@ -131,7 +131,10 @@ def test_the_page_ids_of_the_longest_row_fit_scalar_memory(tpu_mesh):
             marks=pytest.mark.long,
         ),
         pytest.param(Shape(tokens=1, rows=1, context=16384), marks=pytest.mark.long),
-        Shape(rows=256, tokens=256, page_size=16, kv_heads=1, q_heads=4, context=32768),
+        pytest.param(
+            Shape(rows=256, tokens=256, page_size=16, kv_heads=1, q_heads=4, context=32768),
+            marks=pytest.mark.long,
+        ),
         Shape(head_dim=64, q_heads=64, sinks=True, sliding_window=128),
     ],
     ids=str,
