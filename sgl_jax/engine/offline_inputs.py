@@ -94,14 +94,14 @@ def _as_samples(
     prompts, samplings, owns = list[Prompt](), list[Sampling](), list[Mapping[str, Any]]()
     for prompt, sampling, own in zip(batch, params, options, strict=True):
         given = dict(sampling) if isinstance(sampling, Mapping) else {}
-        count, seed = given.pop("n", 1), given.get("seed")
+        count, seed = given.pop("n", 1), given.get("seed", RANDOM_SEED)
         is_allowed = isinstance(count, int) and 1 <= count <= MAX_CHOICES
         if not is_allowed or (own["session"] is not None and count > 1):
             text = f"n must be 1 to {MAX_CHOICES}, and 1 for a session's turn, got {count!r}"
             raise InvalidRequestError(text, "n")
-        is_seeded = seed not in (None, RANDOM_SEED)
+        is_random = seed is None or seed == RANDOM_SEED
         for choice in range(count):
-            one = given | {"seed": choice_seed(seed, choice)} if is_seeded else given
+            one = given if is_random else given | {"seed": choice_seed(seed, choice)}
             samplings.append(one if isinstance(sampling, Mapping) else sampling)
         prompts += [prompt] * count
         owns += [own] * count
