@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.live.live_server import live_server
-from tests.soak import conversations, faults
+from tests.soak import conversations, faults, rollouts
 from tests.soak.conversations import Conversations
 from tests.soak.faults import Faults
 from tests.soak.load import Clients
@@ -62,6 +62,17 @@ def test_a_thousand_sessions_with_faults_are_all_right(tmp_path: Path) -> None:
             faults=Faults(server),
             keeps_sessions=True,
         )
+        soak.run()
+    assert_all_well(soak)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(0)
+def test_rollouts_are_of_the_weights_that_they_name(tmp_path: Path) -> None:
+    with live_server(tmp_path, *rollouts.FLAGS, is_quickly_compiled=True) as server:
+        # Sixty updates, if the machine is fast enough.
+        load = rollouts.Rollouts(server.url, update_every_s=MINUTES, folder=tmp_path)
+        soak = Soak(server, load, MINUTES, seed=0)
         soak.run()
     assert_all_well(soak)
 
