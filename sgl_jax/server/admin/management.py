@@ -175,8 +175,9 @@ def _exposition(refs: References, state: Mapping[str, Any], own: str | None) -> 
     return refs.frontend.metrics.exposition(own)
 
 
-# Values of `/v1/loads?include=`; "core" is always included, "all" means all of them.
-_SECTIONS = ("core", "memory", "spec", "queues", "all")
+# Values of `/v1/loads?include=`; "core" is always included, "all" means all of them. Nothing
+# belongs to "lora" and "disagg", which clients of SGLang ask for.
+_SECTIONS = ("core", "memory", "spec", "queues", "lora", "disagg", "all")
 
 
 @router.get("/v1/loads", responses=answers())
