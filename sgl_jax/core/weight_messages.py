@@ -11,7 +11,7 @@ from sgl_jax.core.request_limits import MAX_PATH_CHARS
 MAX_VERSION_CHARS = 256
 
 UpdateMode = Literal["staged", "chunked"]
-MemoryTag = Literal["weights", "kv_cache"]
+MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
 
 
 @call(
@@ -38,6 +38,7 @@ class UpdateWeightsFromDisk(WithReply, frozen=True, kw_only=True, tag=True):
     flush_cache: Annotated[
         bool, doc("no effect: caches of the old weights are never used with the new")
     ] = True
+    load_format: Annotated[Literal["auto"], doc("no effect: the folder's files tell it")] = "auto"
     weight_version: Annotated[
         Annotated[str, MaxLen(MAX_VERSION_CHARS)] | None,
         doc("label of the new weights, in answers; default: `model_path`"),
@@ -70,7 +71,9 @@ class UpdateWeightsFromTensor(WithReply, frozen=True, kw_only=True, tag=True):
     abort_all_requests: bool = False
 
 
-_Tags = Annotated[list[MemoryTag] | None, doc("`weights`, `kv_cache`; default: both")]
+_Tags = Annotated[
+    list[MemoryTag] | None, doc("`weights`, `kv_cache`; default: both; `cuda_graph`: no effect")
+]
 
 
 @call("release_memory", calls.Done, "/release_memory_occupation", is_admin=True, timeout_s=120.0)

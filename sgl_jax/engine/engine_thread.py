@@ -3,7 +3,7 @@
 import logging
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from sgl_jax.engine.front.health import EngineHealth
 from sgl_jax.engine.front.request_stream import RequestStream
 from sgl_jax.engine.loop.core import EngineCore
 from sgl_jax.engine.offline_inputs import Prompt, Sampling, as_struct
-from sgl_jax.engine.offline_results import GenerationError
+from sgl_jax.engine.offline_results import Generation, GenerationError, extended
 from sgl_jax.engine.opening import open_model_files, open_tracer
 from sgl_jax.executor.model_executor import ModelExecutor
 
@@ -95,6 +95,26 @@ class EngineThread:
             self.abandon(streams)
             raise GenerationError(str(error)) from error
         return streams
+
+    def completed(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[Sampling],
+        options: Sequence[Mapping[str, Any]],
+    ) -> Iterator[tuple[int, Generation]]:
+        """Submit all prompts, and yield each result as it ends, with the index of its prompt."""
+        ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+        streams = self.submit(prompts, params, options, ended.put, streaming=False)
+        num_open = len(streams)
+        try:
+            while num_open:
+                index = ended.get()
+                chunk = streams[index].take()
+                if chunk is not None and chunk.finish is not None:
+                    num_open -= 1
+                    yield index, extended(None, chunk, streams[index])
+        finally:
+            self.abandon(streams)
 
     def abandon(self, streams: Sequence[RequestStream]) -> None:
         """End these requests; those that have ended stay as they are."""

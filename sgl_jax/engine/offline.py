@@ -55,7 +55,8 @@ class Engine:
     """A model ready to generate. Keyword arguments are the fields of `ServerArgs`.
 
     A prompt is a string or a list of token ids. `sampling_params` is a `SamplingParams` or a
-    mapping of its fields: either one for all prompts, or a list with one per prompt.
+    mapping of its fields: either one for all prompts, or a list with one per prompt. A mapping may
+    have `n`: that many samples of the prompt, whose results follow each other.
     """
 
     def __init__(self, model_path: str = "", **settings: Any) -> None:
@@ -121,9 +122,24 @@ class Engine:
             GenerationError: a step failed, or the engine refused a request. The engine continues.
             EngineDeadError: the engine ended.
         """
-        batch, params = as_batch(prompts, sampling_params, input_ids)
-        results = self._generate_all(batch, params, as_options(options, len(batch)), progress)
-        return results[0] if isinstance(prompts, str) else results
+        batch = as_batch(prompts, sampling_params, input_ids, options)
+        results = self._generate_all(*batch, progress)
+        return results[0] if isinstance(prompts, str) and len(results) == 1 else results
+
+    def as_completed(
+        self,
+        prompts: str | Sequence[Prompt] | None = None,
+        sampling_params: Sampling | Sequence[Sampling] = None,
+        *,
+        input_ids: Sequence[Sequence[int]] | None = None,
+        **options: Any,
+    ) -> Iterator[tuple[int, Generation]]:
+        """Yield each result of `generate` as soon as it is there, with its index in the list.
+
+        Leaving the loop early ends the other requests in the engine.
+        """
+        batch = as_batch(prompts, sampling_params, input_ids, options)
+        yield from self._engine.completed(*batch)
 
     def score(
         self,
@@ -166,24 +182,11 @@ class Engine:
         options: Sequence[Mapping[str, Any]],
         progress: bool | None,
     ) -> list[Generation]:
-        finished: queue.SimpleQueue[int] = queue.SimpleQueue()
-        streams = self._engine.submit(batch, params, options, finished.put, streaming=False)
-        results: dict[int, Generation] = {}
         if progress is None:
-            progress = len(streams) >= _MANY_PROMPTS and sys.stderr.isatty()
-        try:
-            with tqdm(total=len(streams), disable=not progress, unit="prompt") as bar:
-                while len(results) < len(streams):
-                    index = finished.get()
-                    chunk = streams[index].take()
-                    if chunk is None or chunk.finish is None:
-                        continue
-                    results[index] = extended(None, chunk, streams[index])
-                    bar.update()
-        except BaseException:
-            self._engine.abandon(streams)
-            raise
-        return [results[i] for i in range(len(streams))]
+            progress = len(batch) >= _MANY_PROMPTS and sys.stderr.isatty()
+        ended = self._engine.completed(batch, params, options)
+        results = dict(tqdm(ended, total=len(batch), disable=not progress, unit="prompt"))
+        return [results[i] for i in range(len(batch))]
 
     def stream(
         self, prompt: Prompt, sampling_params: Sampling = None, **options: Any

@@ -8,12 +8,13 @@ import msgspec
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import SessionTurn
-from sgl_jax.core.request_limits import check_session_id, for_each, one_namespace
-from sgl_jax.core.sampling_params import SamplingParams
+from sgl_jax.core.request_limits import MAX_CHOICES, check_session_id, for_each, one_namespace
+from sgl_jax.core.sampling_params import RANDOM_SEED, SamplingParams, choice_seed
 
 T = TypeVar("T")
 Prompt = str | Sequence[int]
 Sampling = SamplingParams | Mapping[str, Any] | None
+Batch = tuple[list[Prompt], list[Sampling], list[Mapping[str, Any]]]
 
 
 def as_new_id(given: str | None) -> str:
@@ -62,8 +63,10 @@ def as_batch(
     prompts: str | Sequence[Prompt] | None,
     sampling_params: Sampling | Sequence[Sampling],
     input_ids: Sequence[Sequence[int]] | None,
-) -> tuple[list[Prompt], list[Sampling]]:
-    """Return prompts and sampling parameters, equally many. Raises `InvalidRequestError`."""
+    options: Mapping[str, Any],
+) -> Batch:
+    """Return prompts, sampling parameters and options of `Engine.generate`, equally many: one of
+    each per sample. Raises `InvalidRequestError`."""
     if (prompts is None) == (input_ids is None):
         raise InvalidRequestError("give either prompts or input_ids", "prompts")
     batch: list[Prompt] = (
@@ -75,12 +78,34 @@ def as_batch(
             "prompts" if prompts is not None else "input_ids",
         )
     if isinstance(sampling_params, SamplingParams | Mapping) or sampling_params is None:
-        return batch, [sampling_params] * len(batch)
+        sampling_params = [sampling_params] * len(batch)
     if len(sampling_params) != len(batch):
         raise InvalidRequestError(
             f"{len(sampling_params)} sampling_params for {len(batch)} prompts", "sampling_params"
         )
-    return batch, list(sampling_params)
+    return _as_samples(batch, sampling_params, as_options(options, len(batch)))
+
+
+def _as_samples(
+    batch: Sequence[Prompt], params: Sequence[Sampling], options: Sequence[Mapping[str, Any]]
+) -> Batch:
+    """Repeat each prompt as often as `n` in the mapping of its sampling parameters says, each time
+    with another seed. Raises `InvalidRequestError`."""
+    prompts, samplings, owns = list[Prompt](), list[Sampling](), list[Mapping[str, Any]]()
+    for prompt, sampling, own in zip(batch, params, options, strict=True):
+        given = dict(sampling) if isinstance(sampling, Mapping) else {}
+        count, seed = given.pop("n", 1), given.get("seed", RANDOM_SEED)
+        is_allowed = isinstance(count, int) and 1 <= count <= MAX_CHOICES
+        if not is_allowed or (own["session"] is not None and count > 1):
+            text = f"n must be 1 to {MAX_CHOICES}, and 1 for a session's turn, got {count!r}"
+            raise InvalidRequestError(text, "n")
+        is_random = seed is None or seed == RANDOM_SEED
+        for choice in range(count):
+            one = given if is_random else given | {"seed": choice_seed(seed, choice)}
+            samplings.append(one if isinstance(sampling, Mapping) else sampling)
+        prompts += [prompt] * count
+        owns += [own] * count
+    return prompts, samplings, owns
 
 
 def as_struct(given: Any, kind: type[T], param: str) -> T:

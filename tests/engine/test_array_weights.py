@@ -293,12 +293,31 @@ def test_memory_is_released_and_comes_back(
         engine.resume_memory_occupation(["weights"])
         engine.update_weights(new, version="new")
         assert engine.info["is_paused"]
-        with pytest.raises(InvalidRequestError, match="not resumed"):
-            engine.continue_generation()
         engine.resume_memory_occupation(["kv_cache"])
         assert answering.result(60) == of_new[1]
     assert live_bytes() == before
     assert engine.server_info()["counters"]["step_failures"] == 0
+
+
+def test_a_pause_that_ends_before_the_memory_is_back_ends_with_its_return(
+    engine: Engine, new: dict[str, Any], of_new: Any
+) -> None:
+    """The order of trainers that share the devices."""
+    outputs(engine)
+    engine.release_memory_occupation()
+    engine.resume_memory_occupation(["weights"])
+    engine.pause_generation("abort")
+    assert engine.flush_cache()
+    with pytest.raises(InvalidRequestError, match="the weights are incomplete"):
+        engine.continue_generation()
+    engine.update_weights(new, version="new")
+    engine.continue_generation()
+    assert engine.info["is_paused"]
+    engine.resume_memory_occupation(["kv_cache"])
+    assert not engine.info["is_paused"]
+    engine.release_memory_occupation(["cuda_graph"])
+    assert outputs(engine) == of_new[1]
+    engine.resume_memory_occupation(["cuda_graph"])
 
 
 def test_an_aborted_rollout_goes_on_with_the_same_tokens(engine: Engine) -> None:

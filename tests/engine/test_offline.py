@@ -11,6 +11,7 @@ import pytest
 
 from sgl_jax.core.errors import EngineDeadError, EngineStuckError, InvalidRequestError
 from sgl_jax.core.messages import Shutdown
+from sgl_jax.core.sampling_params import choice_seed
 from sgl_jax.engine.offline import Engine
 from sgl_jax.engine.offline_results import GenerationError
 
@@ -61,6 +62,36 @@ def test_async_streams_run_side_by_side(engine: Engine) -> None:
 
     expected = [g.output_ids for g in engine.generate(["Hello", "Good day"], GREEDY)]
     assert asyncio.run(both()) == expected
+
+
+def test_samples_of_a_prompt_compute_it_once_and_have_different_seeds(engine: Engine) -> None:
+    prompt = [300 + i % 40 for i in range(70)]
+    sampling = {"max_new_tokens": 6, "temperature": 1.0, "ignore_eos": True, "seed": 5}
+    results = engine.generate([prompt, [7, 8]], [sampling | {"n": 3}, sampling])
+    seeds = [choice_seed(5, choice) for choice in range(3)]
+    listed = engine.generate([prompt] * 3, [sampling | {"seed": seed} for seed in seeds])
+    assert [each.output_ids for each in results[:3]] == [each.output_ids for each in listed]
+    assert len({tuple(each.output_ids) for each in results[:3]}) == 3
+    assert len(results) == 4
+    assert sorted(each.cached_tokens for each in results[:3])[1] >= 70 - engine.info["page_size"]
+
+
+@pytest.mark.parametrize("n", [0, 129, 1.5, None])
+def test_a_number_of_samples_out_of_range_is_refused(engine: Engine, n: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="n must be 1 to 128"):
+        engine.generate("Hello", GREEDY | {"n": n})
+
+
+def test_results_come_as_they_end(engine: Engine) -> None:
+    lengths = [40, 3, 20]
+    sampling = [GREEDY | {"max_new_tokens": length} for length in lengths]
+    ended = list(engine.as_completed(["Hello"] * 3, sampling))
+    assert [index for index, _ in ended] == [1, 2, 0]
+    assert [len(result.output_ids) for _, result in ended] == [3, 20, 40]
+    for _ in engine.as_completed("Hello", GREEDY | {"max_new_tokens": 200, "n": 2}):
+        break
+    engine.generate("Hello", GREEDY)
+    assert_at_rest(engine)
 
 
 def test_leaving_a_stream_early_gives_its_memory_back(engine: Engine) -> None:

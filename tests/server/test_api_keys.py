@@ -296,7 +296,8 @@ async def test_routes_of_the_operator_ask_for_the_admin_key(
         routes |= {route.path for route in memory_routes.router.routes}  # type: ignore[attr-defined]
         assert routes - ADMIN_PATHS == {
             *("/health", "/liveness", "/health_generate", "/ping", "/version", "/metrics"),
-            *("/model_info", "/get_model_info", "/generate", "/abort_request"),
+            *("/model_info", "/get_model_info", "/get_weight_version"),
+            *("/generate", "/abort_request"),
             *("/v1/loads", "/get_load"),
             *("/open_session", "/close_session", "/list_sessions"),
             *("/fork_session", "/rollback_session"),

@@ -33,6 +33,8 @@ async def test_loads_can_be_fewer(rig: Rig) -> None:
     assert load["dp_rank"] == 1
     assert "speculative" in load
     assert not {"memory", "queues"} & set(load)
+    others = (await rig.http.get("/v1/loads?include=lora,disagg,queues")).json()
+    assert others["loads"][0]["num_running_reqs"] == 0
     for query, param in (("include=core,lora2", "include"), (f"dp_rank={DP_SIZE}", "dp_rank")):
         refused = await rig.http.get(f"/v1/loads?{query}")
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)

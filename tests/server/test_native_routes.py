@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sgl_jax.core.engine_messages import WeightsChanged
+from sgl_jax.core.engine_messages import FinishReason, OutputBatch, RequestOutput, WeightsChanged
 from sgl_jax.core.messages import GenerateRequest
 from tests.engine.scripted_engine import LOGPROB
 from tests.server.conftest import Rig
@@ -57,6 +57,25 @@ async def test_an_answer_says_which_weights_its_tokens_are_of(rig: Rig) -> None:
     (answer,) = await generate(rig, input_ids=[[70]], sampling_params={"max_new_tokens": 1})
     assert answer["meta_info"]["weight_versions"] == [[0, "2"]]
     assert "has_old_kv" not in answer["meta_info"]
+
+
+async def test_weights_without_a_token_are_not_named(rig: Rig) -> None:
+    """An update retracts a request, which is then aborted."""
+    body = {"input_ids": [70], "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
+    rig.engine.step_s = 0.005
+    answering = asyncio.create_task(generate(rig, **body))
+    streams = rig.front._streams
+    await meanwhile_until(
+        lambda: any(each.num_output_tokens >= 5 for each in streams.values()), "it has output"
+    )
+    rig.front.handle(WeightsChanged(version="2", kept_rids=[]))
+    (stream,) = streams.values()
+    finish = FinishReason("abort", message="the weights were updated")
+    rid = stream.request.rid
+    end = RequestOutput(rid, token_ids=[], cached_tokens=0, dp_rank=0, finish=finish)
+    rig.front.handle(OutputBatch(outputs=[end]))
+    meta = (await answering)["meta_info"]
+    assert (meta["weight_version"], meta["weight_versions"]) == ("default", [[0, "default"]])
 
 
 async def test_a_stream_repeats_all_so_far(rig: Rig) -> None:

@@ -94,6 +94,7 @@ async def test_an_output_is_scored_token_by_token(rig: Rig) -> None:
     pairs = {"input_ids": [[5], [6, 7]], "output_ids": [[8], [9, 10]], "logprobs_mode": "raw"}
     told = (await rig.http.post("/score_tokens", json=pairs)).json()
     assert [len(scores) for scores in told["logprobs"]] == [1, 2]
+    assert told["weight_version"] == ["default", "default"]
     assert {request.logprobs_mode for request in rig.engine.seen[1:]} == {"raw"}
 
 

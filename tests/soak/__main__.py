@@ -1,6 +1,7 @@
 """`scripts/soak --minutes 30`: a server of its own, the load, a table, and a verdict.
 
-`--faults` adds random faults, `--sessions 1000` replaces the mixed load by turns of sessions.
+`--faults` adds random faults, `--sessions 1000` replaces the mixed load by turns of sessions, and
+`--rollouts` by rollouts with new weights every 30 seconds.
 """
 
 import argparse
@@ -10,10 +11,11 @@ import tempfile
 from pathlib import Path
 
 from tests.live.live_server import LiveServer, live_server
-from tests.soak import conversations, faults
+from tests.soak import conversations, faults, rollouts
 from tests.soak.conversations import Conversations
 from tests.soak.faults import Faults
 from tests.soak.load import Clients
+from tests.soak.rollouts import Rollouts
 from tests.soak.soak import FLAGS, Load, Soak
 
 _INTERRUPTED = 130  # as shells say it
@@ -38,7 +40,17 @@ def parse_args() -> argparse.Namespace:
         metavar="N",
         help="instead of the mixed load, turns of N sessions that are open at once",
     )
+    parser.add_argument(
+        "--rollouts",
+        type=float,
+        nargs="?",
+        const=30.0,
+        metavar="S",
+        help="instead of the mixed load, rollouts with new weights every S seconds (%(const)s)",
+    )
     args = parser.parse_args()
+    if args.rollouts and (args.sessions or args.faults):
+        parser.error("--rollouts has neither --sessions nor --faults")
     if not 0 <= args.sessions <= 4000:
         parser.error("--sessions must be in [0, 4000]")
     if not 0.1 <= args.minutes <= 10_000:
@@ -48,17 +60,21 @@ def parse_args() -> argparse.Namespace:
 
 def flags_for(args: argparse.Namespace) -> tuple[str, ...]:
     """Of the server for this soak."""
+    if args.rollouts:
+        return rollouts.FLAGS
     flags = conversations.FLAGS if args.sessions else FLAGS
     return (*flags, *faults.FLAGS) if args.faults else flags
 
 
-def soak_of(server: LiveServer, args: argparse.Namespace) -> Soak:
+def soak_of(server: LiveServer, args: argparse.Namespace, folder: Path) -> Soak:
     """The soak that the command line asks for."""
-    load: Load = (
-        Conversations(server.url, args.sessions)
-        if args.sessions
-        else Clients(server.url, may_refuse=args.faults)
-    )
+    load: Load
+    if args.rollouts:
+        load = Rollouts(server.url, args.rollouts, folder)
+    elif args.sessions:
+        load = Conversations(server.url, args.sessions)
+    else:
+        load = Clients(server.url, may_refuse=args.faults)
     return Soak(
         server,
         load,
@@ -75,8 +91,9 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="sgl_jax-soak-"))
     soak, code = None, 0
     try:
-        with live_server(folder, *flags_for(args)) as server:
-            soak = soak_of(server, args)
+        flags, is_quick = flags_for(args), bool(args.rollouts)
+        with live_server(folder, *flags, is_quickly_compiled=is_quick) as server:
+            soak = soak_of(server, args, folder)
             soak.run()
     except KeyboardInterrupt:
         print("interrupted")

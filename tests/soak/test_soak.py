@@ -8,13 +8,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import psutil
 import pytest
 
 from tests.live.live_server import live_server
-from tests.soak import conversations, faults
+from tests.soak import conversations, faults, rollouts
 from tests.soak.conversations import Conversations
 from tests.soak.faults import Faults
 from tests.soak.load import Clients
@@ -64,6 +65,51 @@ def test_a_thousand_sessions_with_faults_are_all_right(tmp_path: Path) -> None:
         )
         soak.run()
     assert_all_well(soak)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(0)
+def test_rollouts_are_of_the_weights_that_they_name(tmp_path: Path) -> None:
+    with live_server(tmp_path, *rollouts.FLAGS, is_quickly_compiled=True) as server:
+        # Sixty updates, if the machine is fast enough.
+        load = rollouts.Rollouts(server.url, update_every_s=MINUTES, folder=tmp_path)
+        soak = Soak(server, load, MINUTES, seed=0)
+        soak.run()
+    assert_all_well(soak)
+
+
+@pytest.mark.anyio
+async def test_tokens_of_other_weights_than_named_are_noticed(tmp_path: Path) -> None:
+    load = rollouts.Rollouts("http://127.0.0.1:1", update_every_s=1, folder=tmp_path)
+
+    def answer(*versions: tuple[int, str], **meta: bool) -> Any:
+        entries = [[-0.5, 7, None], [-1.5, 8, None]]
+        facts = {
+            "finish_reason": {"type": "length"},
+            "weight_versions": versions,
+            "weight_version": versions[-1][1],
+            "output_token_logprobs": entries,
+        }
+        return {"output_ids": [7, 8], "meta_info": facts | meta}
+
+    load._check([5], answer((0, "4:2"), (1, "5:0")), random.Random(0))
+    for wrong in (answer((0, "5:0"), (1, "4:2")), answer((0, "5:0"), (2, "6:1"))):
+        with pytest.raises(AssertionError):
+            load._check([5], wrong, random.Random(0))
+    with pytest.raises(AssertionError, match="old KV without keep_cache"):
+        load._check([5], answer((0, "4:2"), (1, "5:0"), has_old_kv=True), random.Random(0))
+
+    async def score(span: rollouts.Span) -> tuple[list[float], str]:
+        assert span == ([5, 7], [8], [-1.5])  # of policy 0, which is served
+        return [-1.4], "0:0"
+
+    with (
+        patch.object(load, "_scored", score),
+        pytest.raises(AssertionError, match=r"has -1\.4, not -1\.5"),
+    ):
+        await load.score(random.Random(0))
+    async with load:
+        pass
 
 
 def grown(bytes_per_sample: int) -> tuple[int, int]:

@@ -57,8 +57,7 @@ class RequestStream:
         # A session's turn excludes the history until the first output.
         self.num_prompt_tokens = len(request.input_ids)
         self.cached_tokens = 0
-        # (first token, version) of the output tokens that are from one version of the weights.
-        self.weight_versions: list[tuple[int, str]] = []
+        self._versions: list[tuple[int, str]] = []
         self.has_old_kv = False  # KV of earlier weights was kept for it
         self.hidden: bytes | None = None  # see `RequestOutput`
         self.dp_rank = 0
@@ -107,12 +106,19 @@ class RequestStream:
         end = time.perf_counter() if self.finished_at is None else self.finished_at
         return end - self.created_at
 
+    @property
+    def weight_versions(self) -> list[tuple[int, str]]:
+        """Return (first token, version) of the output tokens that are from one version of the
+        weights; of an output without tokens, the version of the first."""
+        end = max(self.num_output_tokens, 1)
+        return [(start, version) for start, version in self._versions if start < end]
+
     def note_weights(self, version: str) -> None:
         """Note that all further tokens are from the weights `version`."""
         start = self.num_output_tokens
-        if self.weight_versions and self.weight_versions[-1][0] == start:
-            self.weight_versions.pop()
-        self.weight_versions.append((start, version))
+        if self._versions and self._versions[-1][0] == start:
+            self._versions.pop()
+        self._versions.append((start, version))
 
     def accept_token(self, token: int) -> None:
         """Take one plain token, and set `finish` if it completes a stop string."""

@@ -224,11 +224,15 @@ class Controls:
         return self._generation_reply(message, was_paused)
 
     def resume(self, message: messages.ContinueGeneration) -> Reply:
-        if self.updates.is_blocking:
-            text = "the weights are incomplete, or memory was released and not resumed"
+        """Run steps again, if memory was released once it is there."""
+        if self._core.executor.weights.is_mixed:
+            text = "the weights are incomplete: generation continues after an update"
             return refusal(message, text, code="weights_incomplete")
-        was_paused = self._core.scheduler.is_paused
-        self._core.scheduler.handle(Resume())
+        was_paused = self._core.scheduler.is_paused and not self.updates.ends_pause
+        if self.updates.is_blocking:
+            self.updates.ends_pause = True
+        else:
+            self._core.scheduler.handle(Resume())
         return self._generation_reply(message, was_paused)
 
     def _restore_pause(self, is_paused: bool) -> None:

@@ -198,9 +198,11 @@ class WeightUpdates:
         if core.args.num_hosts > 1:
             text = "memory is released by engines on one host only"
             return refusal(message, text, code="not_supported")
+        tags = set(message.tags or _TAGS)
+        if tags.isdisjoint(_TAGS):
+            return answer(message, calls.Done())
         self._block()
         self._give_up_kv()
-        tags = set(message.tags or _TAGS)
         if "weights" in tags:
             core.executor.weights.release()
         if "kv_cache" in tags and not self._has_no_pools:

@@ -107,10 +107,17 @@ async def get_model_info(request: Request) -> Response:
             "model_path": refs.model_path,
             "tokenizer_path": refs.args.tokenizer_folder,
             "served_model_name": refs.model_name,
+            "weight_version": refs.frontend.weight_version,
             "is_generation": True,
             **facts._asdict(),
         }
     )
+
+
+@router.get("/get_weight_version", responses=answers())
+async def get_weight_version(request: Request) -> Response:
+    """Return the label of the served weights."""
+    return json_response({"weight_version": references_of(request).frontend.weight_version})
 
 
 @router.get("/server_info", responses=answers())
@@ -168,8 +175,9 @@ def _exposition(refs: References, state: Mapping[str, Any], own: str | None) -> 
     return refs.frontend.metrics.exposition(own)
 
 
-# Values of `/v1/loads?include=`; "core" is always included, "all" means all of them.
-_SECTIONS = ("core", "memory", "spec", "queues", "all")
+# Values of `/v1/loads?include=`; "core" is always included, "all" means all of them. Nothing
+# belongs to "lora" and "disagg", which clients of SGLang ask for.
+_SECTIONS = ("core", "memory", "spec", "queues", "lora", "disagg", "all")
 
 
 @router.get("/v1/loads", responses=answers())

@@ -122,10 +122,11 @@ class ScoreTokensBody(WholeAnswerFields):
 
 
 class TokenScores(Struct, frozen=True):
-    """`logprobs[i][j]`: the log-probability of token j of output i; of one output `logprobs[j]`."""
+    """`logprobs[i][j]`: the log-probability of token j of output i, by the weights
+    `weight_version[i]`; of one output `logprobs[j]` and `weight_version`."""
 
     logprobs: list[Any]
-    weight_version: str
+    weight_version: str | list[str]
     model: str
     usage: Usage
 
@@ -144,10 +145,11 @@ async def score_tokens(body: ScoreTokensBody, request: Request) -> Response:
     for chunk in chunks:
         refuse_abort(chunk.finish)
     found = [output_scores(chunk.prompt_logprobs, chunk.logprobs) for chunk in chunks]
-    version = group.streams[0].weight_versions[-1][1]
-    shown = found if body.is_list else found[0]
-    model = references_of(request).model_name
-    return json_response(TokenScores(shown, version, model, usage_of(group.streams)))
+    versions = [stream.weight_versions[-1][1] for stream in group.streams]
+    model, usage = references_of(request).model_name, usage_of(group.streams)
+    if body.is_list:
+        return json_response(TokenScores(found, versions, model, usage))
+    return json_response(TokenScores(found[0], versions[0], model, usage))
 
 
 class RerankBody(WholeAnswerFields):

@@ -15,6 +15,7 @@ from sgl_jax.core.engine_messages import (
     Heartbeat,
     OutputBatch,
     RequestOutput,
+    WeightsChanged,
 )
 from sgl_jax.core.messages import GenerateRequest, PauseGeneration, StartProfile
 from sgl_jax.core.progress import PhaseReport
@@ -396,6 +397,9 @@ async def test_the_model_info_tells_which_weights_are_served(rig: Rig) -> None:
     assert (sent.flush_cache, sent.abort_all_requests) == (True, False)
     for path in ("/model_info", "/get_model_info", "/server_info"):
         assert (await rig.http.get(path)).json()["model_path"] == "/models/next"
+    rig.front.handle(WeightsChanged(version="7", kept_rids=[]))
+    for path in ("/model_info", "/get_weight_version"):
+        assert (await rig.http.get(path)).json()["weight_version"] == "7"
     missing = await rig.http.post("/update_weights_from_disk", json={})
     assert missing.json()["error"]["param"] == "model_path"
 
