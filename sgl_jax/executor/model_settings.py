@@ -1,4 +1,4 @@
-"""What an engine's settings and pools are for a model: values that depend on it, and its checks."""
+"""The settings and pool layouts of an engine that depend on its model."""
 
 import dataclasses
 

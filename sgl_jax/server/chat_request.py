@@ -26,7 +26,7 @@ ToolList = Annotated[Items[T], Field(max_length=1024)]
 FunctionName = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class FunctionDefinition(Part):
+class FunctionDefinition(MarkedPart):
     """A tool's purpose, and the JSON schema of its arguments."""
 
     name: FunctionName
@@ -42,7 +42,7 @@ class Tool(MarkedPart):
     function: FunctionDefinition
 
 
-class CalledFunction(Part):
+class CalledFunction(MarkedPart):
     """A call that the model made. Its name may have any length, because answers are sent back."""
 
     name: str
@@ -56,7 +56,7 @@ class CalledFunction(Part):
         return arguments or "{}"
 
 
-class ToolCall(Part):
+class ToolCall(MarkedPart):
     """A call that the model made earlier in the conversation."""
 
     id: str | None = None

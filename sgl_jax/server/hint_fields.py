@@ -10,7 +10,8 @@ from sgl_jax.server.strict_model import Part, StrictModel
 
 _Name = Annotated[str, Field(max_length=64)]
 _Duration = Annotated[float, Field(ge=0)]
-_PARTS = ("tools", "system", "messages", "input", "content")  # fields whose parts have marks
+# Fields whose parts may have marks.
+_PARTS = ("tools", "system", "messages", "input", "content", "output", "function", "tool_calls")
 
 
 class AgentHints(StrictModel):

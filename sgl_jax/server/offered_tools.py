@@ -11,7 +11,8 @@ from pydantic import ConfigDict, Discriminator, Field, ValidationInfo, model_val
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.server.chat_request import FunctionDefinition, FunctionName, ToolList
-from sgl_jax.server.strict_model import Part, StrictModel
+from sgl_jax.server.hint_fields import MarkedPart
+from sgl_jax.server.strict_model import StrictModel
 from sgl_jax.server.unserved_fields import STRICT, without_effect
 
 # Names without the date suffix that most have.
@@ -59,7 +60,7 @@ class ResponseTool(FunctionDefinition):
     type: Literal["function"]
 
 
-class NamespaceTool(Part):
+class NamespaceTool(MarkedPart):
     """Functions under a name. The model sees each as `<namespace>__<name>`."""
 
     type: Literal["namespace"]

@@ -14,7 +14,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 
-from sgl_jax.core.engine_messages import Reply
+from sgl_jax.core.engine_messages import Reply, WeightsChanged
 from sgl_jax.core.messages import (
     AbortRequest,
     DescribePage,
@@ -334,6 +334,31 @@ def test_an_update_that_meets_a_defect_is_answered(
         ("second", False, 500),
     ]
     assert all("started afresh" in each.message for each in replies)
+
+
+def test_new_weights_are_told_though_giving_up_the_old_kv_finds_a_defect(
+    make_core: Callable[..., EngineCore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = make_core("off", "repair")
+    updates, update, ended = core._controls.updates, MagicMock(), Future[set[str]]()
+    ended.set_result(set())
+    monkeypatch.setattr(core.executor, "weights", MagicMock(is_mixed=False), raising=False)
+    monkeypatch.setattr(core.executor, "renew_store_keys", renew := MagicMock(), raising=False)
+    monkeypatch.setattr(updates, "_give_up_kv", MagicMock(side_effect=LedgerError("broken")))
+
+    def script() -> Iterator[list[FrontMessage]]:
+        updates._update = update
+        message = UpdateWeightsFromTensor(rid="update", tensors=b"", weight_version="new")
+        updates.stagings.append(_Staging(message, update, ended))
+        yield from [[]] * 3
+
+    channel = ScriptedChannel(script())
+    core.run(channel)
+    (reply,) = (each for each in channel.sent if isinstance(each, Reply))
+    assert (reply.ok, reply.data["status_code"]) == (False, 500)
+    assert WeightsChanged(version="new") in channel.sent
+    assert core.info["weight_version"] == "new"
+    renew.assert_called_once_with(keeps_kv=False)
 
 
 @pytest.mark.parametrize("is_found_by", ["a later flush", "the loop"])

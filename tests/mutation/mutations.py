@@ -384,8 +384,14 @@ MUTATIONS = (
     Mutation(
         "hints: keep a path whose conversation has ended",
         _ADAPTIVE,
-        "            ends_with_it = end.is_last and before is not None",
-        "            ends_with_it = False and before is not None",
+        "            if end.is_last and is_own:\n                node.retention = own\n",
+        "",
+    ),
+    Mutation(
+        "hints: end the retention of what other paths use, too",
+        _ADAPTIVE,
+        "            if end.is_last and is_own:\n",
+        "            if end.is_last:\n",
     ),
     Mutation(
         "list a leaf that is gone as one to evict for another",

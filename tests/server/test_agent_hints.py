@@ -67,6 +67,13 @@ def actions(*kinds: str, **payload: Any) -> dict[str, Any]:
     return {"protocol_version": 1, "message_id": "m", "actions": sent}
 
 
+FUNCTION = {"type": "function", "name": "f", "parameters": {}}
+NAMESPACE = {"type": "namespace", "name": "n"}
+CALL = [
+    {"role": "user", "content": "Hi."},
+    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+]
+OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "4"}
 # Marks as clients of OpenAI's APIs send them for models of several providers.
 MARKED_BODIES = [
     ("chat/completions", {"messages": [{"role": "user", "content": [marked("Hi.", "1h")]}]}),
@@ -88,6 +95,16 @@ MARKED_BODIES = [
         },
     ),
     ("responses", {"input": [{"role": "user", "content": [marked("Hi.", "1h")]}]}),
+    ("responses", {"input": [*CALL, OUTPUT | {"cache_control": mark("1h")}]}),
+    ("responses", {"input": [*CALL, OUTPUT | {"output": [marked("4", "1h")]}]}),
+    ("responses", {"input": "Hi.", "tools": [FUNCTION | {"cache_control": mark("1h")}]}),
+    (
+        "responses",
+        {
+            "input": "Hi.",
+            "tools": [NAMESPACE | {"tools": [FUNCTION | {"cache_control": mark("1h")}]}],
+        },
+    ),
 ]
 
 

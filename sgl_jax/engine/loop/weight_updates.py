@@ -140,7 +140,8 @@ class WeightUpdates:
         Called between two steps.
 
         If the switch finds a defect of the memory, its message is refused with `defect_text` and
-        `MemoryDefectError` is raised. Sending the message again switches to the weights.
+        `MemoryDefectError` is raised. If the new weights are not served then, sending the message
+        again switches to them.
         """
         while self.stagings and self.stagings[0].ended.done():
             staging = self.stagings.pop(0)
@@ -233,11 +234,14 @@ class WeightUpdates:
         if message.abort_all_requests:
             ended = AbortRequest(abort_all=True, message="the weights were updated")
             core.scheduler.handle(ended)
-        kept = self._give_up_kv(keeps_running=message.keep_cache)
-        core.executor.renew_store_keys(keeps_kv=bool(kept))
-        core.channel.send(WeightsChanged(version=version, kept_rids=kept))
-        core.change_info(weight_version=version, **facts)
-        self._unblock()
+        kept: list[str] = []
+        try:
+            kept = self._give_up_kv(keeps_running=message.keep_cache)
+        finally:  # after a defect of the memory, too: the weights are new
+            core.executor.renew_store_keys(keeps_kv=bool(kept))
+            core.channel.send(WeightsChanged(version=version, kept_rids=kept))
+            core.change_info(weight_version=version, **facts)
+            self._unblock()
 
     def _unblock(self) -> None:
         """Run steps again, unless weights or pools are missing or generation was paused."""

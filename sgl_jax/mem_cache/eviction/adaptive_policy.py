@@ -278,9 +278,7 @@ class AdaptivePolicy(EvictionPolicy):
     def ended(self, path: Sequence[TreeNode], num_prompt: int, end: PathEnd) -> None:
         own = retention_of(end.holder, end.keep_s, self.now_s)
         for node in path:
-            before = node.retention
-            ends_with_it = end.is_last and before is not None and before.holder == own.holder
-            node.retention = own if ends_with_it else own.joined(before)
+            node.retention = own.joined(node.retention)
         if not end.is_expected:
             return
         self._end_path()
@@ -300,6 +298,8 @@ class AdaptivePolicy(EvictionPolicy):
         num_shared = _num_shared(path, is_last=end.is_last)
         for number, node in enumerate(path):
             is_own = number >= num_shared
+            if end.is_last and is_own:
+                node.retention = own
             self._expect(node, expected.return_class if is_own else expected.measured_class)
         replaced = _own_part(expected.replaced, expected.former)
         if len(replaced):

@@ -72,7 +72,7 @@ class CallItem(CalledFunction):
     namespace: str | None = Field(default=None, description="of the function")
 
 
-class CallOutputItem(Part):
+class CallOutputItem(MarkedPart):
     type: Literal["function_call_output"]
     call_id: str
     output: _Text
@@ -83,7 +83,7 @@ class InputReasoning(StrictModel):
     text: str
 
 
-class ReasoningInput(Part):
+class ReasoningInput(MarkedPart):
     """Reasoning of the model before the next item."""
 
     type: Literal["reasoning"]

@@ -125,6 +125,18 @@ def test_a_use_without_a_hint_shortens_no_retention_but_the_end_of_its_conversat
         cache.audit()
 
 
+def test_the_end_of_a_conversation_leaves_the_retention_of_what_others_use() -> None:
+    beginning = prompt(0)
+    first, second = (np.concatenate([beginning, prompt(number)]) for number in (1, 2))
+    cache = Cache()
+    cache.serve(beginning, tenant="a", keep_s=3600.0)
+    cache.serve(first, tenant="a", is_final=True)
+    cache.serve(second, tenant="a", is_last=True)
+    fill(cache, range(3, 31), tenant="a")
+    assert cache.num_cached(first) == PROMPT_PAGES
+    cache.audit()
+
+
 def test_a_tenant_pays_for_its_retained_pages_with_as_many_of_its_own() -> None:
     """All prompts are new, so hints do not change what is computed."""
     held: list[list[int]] = []
