@@ -156,7 +156,7 @@ async def test_a_session_in_use_or_with_a_time_out_never_makes_room(
         assert (await open_all(rig, key)).status_code in (429, 503)
     assert await sessions_of(rig, ANN) == before
     if protects == "a turn":
-        await send(rig, ROOT, "/continue_generation")
+        assert (await send(rig, ROOT, "/continue_generation")).status_code == 200
         assert {(await each).status_code for each in turns} == {200}
 
 

@@ -225,11 +225,11 @@ class Controls:
 
     def resume(self, message: messages.ContinueGeneration) -> Reply:
         """Run steps again, if memory was released once it is there."""
-        if self._core.executor.weights.is_mixed:
-            text = "the weights are incomplete: generation continues after an update"
-            return refusal(message, text, code="weights_incomplete")
         was_paused = self._core.scheduler.is_paused and not self.updates.ends_pause
         if self.updates.is_blocking:
+            if self._core.executor.weights.is_mixed:
+                text = "the weights are incomplete: generation continues after an update"
+                return refusal(message, text, code="weights_incomplete")
             self.updates.ends_pause = True
         else:
             self._core.scheduler.handle(Resume())
