@@ -311,23 +311,28 @@ def test_a_flush_that_finds_a_leaked_lock_is_answered(
     assert all(view.cached_pages == 0 for view in core.scheduler.memory_views())
 
 
-def test_an_update_that_meets_a_defect_is_answered(
-    make_core: Callable[..., EngineCore], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    core = make_core("off", "repair")
+def run_updates(core: EngineCore, *messages: UpdateWeightsFromTensor) -> ScriptedChannel:
+    """Run the loop with these messages, whose tensors were taken and complete the weights."""
     updates, update, ended = core._controls.updates, MagicMock(), Future[set[str]]()
     ended.set_result(set())
-    monkeypatch.setattr(core.steps, "settle", MagicMock(side_effect=LedgerError("broken")))
 
     def script() -> Iterator[list[FrontMessage]]:
         updates._update = update
-        for rid in ("first", "second"):
-            message = UpdateWeightsFromTensor(rid=rid, tensors=b"", is_last=True)
-            updates.stagings.append(_Staging(message, update, ended))
+        updates.stagings += [_Staging(message, update, ended) for message in messages]
         yield from [[]] * 4
 
     channel = ScriptedChannel(script())
     core.run(channel)
+    return channel
+
+
+def test_an_update_that_meets_a_defect_is_answered(
+    make_core: Callable[..., EngineCore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core, rids = make_core("off", "repair"), ("first", "second")
+    monkeypatch.setattr(core.steps, "settle", MagicMock(side_effect=LedgerError("broken")))
+    messages = (UpdateWeightsFromTensor(rid=rid, tensors=b"", is_last=True) for rid in rids)
+    channel = run_updates(core, *messages)
     replies = [each for each in channel.sent if isinstance(each, Reply)]
     assert [(each.rid, each.ok, each.data.get("status_code")) for each in replies] == [
         ("first", False, 500),
@@ -340,20 +345,12 @@ def test_new_weights_are_told_though_giving_up_the_old_kv_finds_a_defect(
     make_core: Callable[..., EngineCore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = make_core("off", "repair")
-    updates, update, ended = core._controls.updates, MagicMock(), Future[set[str]]()
-    ended.set_result(set())
+    defect = MagicMock(side_effect=LedgerError("broken"))
     monkeypatch.setattr(core.executor, "weights", MagicMock(is_mixed=False), raising=False)
     monkeypatch.setattr(core.executor, "renew_store_keys", renew := MagicMock(), raising=False)
-    monkeypatch.setattr(updates, "_give_up_kv", MagicMock(side_effect=LedgerError("broken")))
-
-    def script() -> Iterator[list[FrontMessage]]:
-        updates._update = update
-        message = UpdateWeightsFromTensor(rid="update", tensors=b"", weight_version="new")
-        updates.stagings.append(_Staging(message, update, ended))
-        yield from [[]] * 3
-
-    channel = ScriptedChannel(script())
-    core.run(channel)
+    monkeypatch.setattr(core._controls.updates, "_give_up_kv", defect)
+    message = UpdateWeightsFromTensor(rid="update", tensors=b"", weight_version="new")
+    channel = run_updates(core, message)
     (reply,) = (each for each in channel.sent if isinstance(each, Reply))
     assert (reply.ok, reply.data["status_code"]) == (False, 500)
     assert WeightsChanged(version="new") in channel.sent
