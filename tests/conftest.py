@@ -3,8 +3,10 @@ from the compilation cache of this user, where engines keep theirs."""
 
 import faulthandler
 import gc
+import logging
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.support.quick_compilation import QUICK_FLAGS
@@ -61,3 +63,18 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if _MAPS.read_bytes().count(b"\n") > MOST_MAPS:
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def _restored_logging() -> Iterator[None]:
+    """Give back the handlers and levels that a test changes.
+
+    A handler of a command's `main` writes to the test's captured stream, which is closed by the
+    time that a thread of another test logs.
+    """
+    loggers = logging.getLogger(), logging.getLogger("sgl_jax")
+    before = [(logger, logger.handlers[:], logger.level) for logger in loggers]
+    yield
+    for logger, handlers, level in before:
+        logger.handlers[:] = handlers
+        logger.setLevel(level)
