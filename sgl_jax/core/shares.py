@@ -8,7 +8,7 @@ DEFAULT_PART = 0.75
 
 def shared_chunk_tokens(chunk_tokens: int) -> int:
     """Return the most prompt tokens of a step that also decodes while tenants share the engine."""
-    return -(-chunk_tokens // 6)
+    return -(-chunk_tokens // 8)
 
 
 def tenant_text(tenant: str) -> str:

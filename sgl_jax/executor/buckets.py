@@ -85,7 +85,7 @@ class Buckets(NamedTuple):
 def choose_buckets(args: ServerArgs, platform: str) -> Buckets:
     """Return the shapes for resolved arguments. There are exact shapes for all limits, for a full
     decode batch (with and without drafts), and for a full chunk; where tenants share the engine,
-    also for a sixth of a chunk with a full decode batch."""
+    also for an eighth of a chunk with a full decode batch."""
     limits = Buckets(
         rows=-(-args.max_running_requests // args.dp_size),
         chunk_tokens=args.chunked_prefill_size,

@@ -404,7 +404,7 @@ class Scheduler:
                 rank.prompts.publish_awaited()
         taken = forced.take(self.ranks, self._steps) if forced else []
         runnables, most = choose_runnable(ranks), self._chunk_tokens
-        # Prompts of one tenant delay the tokens of others, on any rank, by a sixth as long.
+        # Prompts of one tenant delay the tokens of others, on any rank, by an eighth as long.
         if ranks.tenants.is_shared and any(len(each.decoding) for each in runnables):
             most = shared_chunk_tokens(most)
         builders = [

@@ -79,11 +79,11 @@ def test_padding_never_more_than_quadruples_a_steps_tokens(rows, drafts):
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
-def test_a_sixth_of_a_chunk_of_tenants_that_share_is_not_padded(platform):
+def test_an_eighth_of_a_chunk_of_tenants_that_share_is_not_padded(platform):
     args = ServerArgs(max_running_requests=20, chunked_prefill_size=700, fair_share="tokens")
-    assert choose_buckets(args, platform).smallest(137, 20) == Bucket(rows=20, tokens=137)
+    assert choose_buckets(args, platform).smallest(108, 20) == Bucket(rows=20, tokens=108)
     of_keys = replace(args, fair_share="off", api_key_file="keys.json")
-    assert Bucket(rows=20, tokens=137) not in choose_buckets(of_keys, platform).all
+    assert Bucket(rows=20, tokens=108) not in choose_buckets(of_keys, platform).all
 
 
 def test_decode_rows_and_their_drafts_come_on_top_of_a_chunk():

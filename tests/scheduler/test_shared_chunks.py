@@ -291,7 +291,7 @@ def test_few_tenants_share_a_step_and_others_take_no_memory() -> None:
         assert driver.scheduler.num_running <= 5  # four, and one by the short part
         assert sum(chunks_of(driver).values()) == CHUNK
         counts.update(chunks_of(driver) if step >= 18 else {})
-    assert min(counts.values()) >= CHUNK // 6
+    assert min(counts.values()) >= CHUNK // 8
     driver.run()
 
 
@@ -333,12 +333,12 @@ def test_nothing_waits_for_a_less_important_prompt_that_gets_no_tokens() -> None
 @pytest.mark.parametrize(
     ("fair_share", "names", "most"),
     [
-        ("tokens", ("reader", "flooder"), -(-CHUNK // 6)),
+        ("tokens", ("reader", "flooder"), -(-CHUNK // 8)),
         ("tokens", ("reader", "reader"), CHUNK),
         ("off", ("reader", "flooder"), CHUNK),
     ],
 )
-def test_prompts_of_a_tenant_take_a_sixth_of_a_step_while_another_decodes(
+def test_prompts_of_a_tenant_take_an_eighth_of_a_step_while_another_decodes(
     fair_share: str, names: tuple[str, str], most: int
 ) -> None:
     driver = make_driver(args=SchedulerArgs(fair_share=fair_share))
@@ -356,7 +356,7 @@ def test_prompts_of_a_tenant_take_a_sixth_of_a_step_while_another_decodes(
         driver.check_tokens(rid)
 
 
-def test_prompts_of_another_rank_take_a_sixth_of_a_step_too() -> None:
+def test_prompts_of_another_rank_take_an_eighth_of_a_step_too() -> None:
     """A step ends when its slowest rank has ended."""
     driver = make_driver(args=SchedulerArgs(fair_share="tokens"), dp_size=2)
     driver.submit(generate("reader", prompt(0, SHORT), 20, tenant=Tenant(name="a"), dp_rank=0))
@@ -364,4 +364,4 @@ def test_prompts_of_another_rank_take_a_sixth_of_a_step_too() -> None:
     driver.submit(generate("flooder", prompt(1, LONG), 1, tenant=Tenant(name="b"), dp_rank=1))
     for _ in range(15):
         driver.step()
-    assert {count_chunks(plan) for plan in driver.plans[2:]} == {-(-CHUNK // 6)}
+    assert {count_chunks(plan) for plan in driver.plans[2:]} == {-(-CHUNK // 8)}

@@ -32,12 +32,13 @@ from sgl_jax.kernels.attention.key_blocks import (
 DECODE_BLOCKS = 4
 DECODE_KEYS = 64
 PREFILL_KEYS = 128
-# A chunk's queries are processed in blocks of 128. The last few of a chunk, or all of a short chunk
-# such as a turn of a conversation, are processed in blocks of 4: a large block would be mostly
-# padding and read the whole history. A block of 128 takes about as long as ten of 4.
-PREFILL_QUERIES = 128
-SHORT_QUERIES = 4
-LEFT_TO_SHORT = 32  # a rest of up to this many queries of a row gets no large block
+# A chunk's queries are processed in blocks of 64. The last few of a chunk, or all of a short chunk
+# such as a turn of a conversation, are processed in blocks of 8: a large block would be mostly
+# padding and read the whole history. A block of 64 takes about as long as four of 8. Blocks of 128
+# take as long for a whole chunk, and longer for a chunk of fewer queries than that.
+PREFILL_QUERIES = 64
+SHORT_QUERIES = 8
+LEFT_TO_SHORT = 24  # a rest of up to this many queries of a row gets no large block
 # Queries of all rows, if results must not depend on the batch (`kernels.row_blocks`).
 INVARIANT_QUERIES = 8
 
