@@ -31,7 +31,7 @@ from sgl_jax.kernels.quantized_matmul.tpu import (
     tpu_quantized_matmul,
     value_blocks,
 )
-from sgl_jax.planner.engine_programs import num_bits
+from sgl_jax.models.placement import num_bits
 from sgl_jax.planner.topology import CHIPS
 
 GROUP, LAYERS = 128, 2

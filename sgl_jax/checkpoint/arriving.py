@@ -11,8 +11,6 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import jax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
 from sgl_jax.checkpoint.array_tensors import ArrayTensors, RowPieces, type_of
@@ -27,6 +25,7 @@ from sgl_jax.checkpoint.hf_loading import (
 )
 from sgl_jax.checkpoint.stored.reader import Expected
 from sgl_jax.checkpoint.stored.tensors import QuantizedTensors
+from sgl_jax.layers.layer_weights import is_separated, shape_of_layer
 from sgl_jax.layers.parameter import Path
 from sgl_jax.layers.sources import Derived, Index, Shape, Source, Tensors
 from sgl_jax.models.placement import PlacedModel
@@ -148,14 +147,8 @@ class ArrivingWeights:
         array, source = self._left.pop(path)
         tensors = StoredTensors(self._tensors, self._stored)
         leaf: Leaf
-        if self._placed.separates_layers and path[0] == "layers" and len(array.shape) > 2:
-            sharding = array.sharding
-            assert isinstance(sharding, NamedSharding)
-            one = jax.ShapeDtypeStruct(
-                array.shape[1:],
-                array.dtype,
-                sharding=NamedSharding(sharding.mesh, P(*sharding.spec[1:])),
-            )
+        if self._placed.separates_layers and is_separated(path, array.ndim):
+            one = shape_of_layer(array)
             sources = (_OneLayer(source, layer) for layer in range(array.shape[0]))
             leaf = tuple(load_parameter(one, own, tensors, on_filled) for own in sources)
         else:

@@ -8,6 +8,7 @@ masked steps and of several decode steps.
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 from sgl_jax.core.progress import Progress
@@ -40,11 +41,26 @@ class CompileStages:
         self._ready = self._ready_masked = buckets
         # The shapes of several decode steps: all, and those with programs.
         self._decode = self.ready_decode = buckets.decode if has_decode_steps else ()
+        self._first: Future[None] | None = None
         self._background: BackgroundCompilation | None = None
         self._num_needed = 0  # of its jobs, before masked steps may be launched
 
+    def begin(self) -> None:
+        """Start compiling the programs of the first stage; `compile_first` waits for them."""
+        if self.warmup != "none":
+            thread = ThreadPoolExecutor(1, "compile-first")
+            self._first = thread.submit(self._compile_first)
+            thread.shutdown(wait=False)
+
     def compile_first(self) -> tuple[Bucket, ...]:
         """Compile the programs of the first stage, and return their shapes."""
+        if self._first is None:
+            self._compile_first()
+        else:
+            self._first.result()
+        return self._ready.all
+
+    def _compile_first(self) -> None:
         more: list[Callable[[], object]] = []
         if self.warmup == "staged":
             self._ready = self.buckets._replace(all=self.buckets.first)
@@ -58,7 +74,6 @@ class CompileStages:
         else:
             self.ready_decode = ()
         self._programs.compile_all(self._ready.all, self._progress, more)
-        return self._ready.all
 
     def start_background(self) -> bool:
         """Start compiling the other programs; return False if there are none."""

@@ -20,6 +20,7 @@ from jax.experimental import multihost_utils
 from numpy.typing import NDArray
 
 from sgl_jax.core.compiled import compile_loops
+from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.page_tables import PageTables
 from sgl_jax.core.progress import Progress
 from sgl_jax.core.server_args import ServerArgs
@@ -51,12 +52,14 @@ from sgl_jax.executor.weights import ServedWeights, WeightsError, stored_model
 from sgl_jax.kernels.attention.cache_dtype import cache_dtype_name
 from sgl_jax.layers.kernels import Kernels
 from sgl_jax.mem_cache.device_pool import make_zeros
-from sgl_jax.models.placement import place_model
+from sgl_jax.models.placement import PlacedModel, bytes_per_device, place_model
 from sgl_jax.models.served import check_same_model
 
 logger = logging.getLogger(__name__)
 
 _NUM_TIMED = 3  # timed steps; the first may take longer
+# Of the pages planned before the weights are loaded: `--mem-fraction-static` has room for the rest.
+_LEAST_KEPT = 0.99
 
 
 @dataclass
@@ -95,6 +98,8 @@ class ModelExecutor(Executor):
         expert_recorder: counts how often experts are chosen.
     """
 
+    sizes: EngineSizes
+
     def __init__(self, args: ServerArgs, progress: Progress | None = None) -> None:
         """Choose devices, load weights, allocate the pools. Compiles no step; see `warm_up`."""
         self._progress = progress or Progress()
@@ -113,21 +118,15 @@ class ModelExecutor(Executor):
             sizes = (f"{name} {size / 1e9:.2f} GB" for name, size in floats.items())
             logger.info("matrices that are not quantized: %s", ", ".join(sizes))
         self.weights = ServedWeights(placed, args, self._progress)
-        params = self.weights.load_first()
-        self._pool_layouts = config.pool_layouts
-        buckets = config.buckets
-        pool_pages = choose_pool_pages(
-            args, config.pools, self._mesh, config.pages_per_row, config.logit_bytes
-        )
-        self.sizes = config.sizes(pool_pages)
+        self._pool_layouts, self._watch, self._config = config.pool_layouts, CompileWatch(), config
+        # Compilation needs shapes only, so that it runs while weights are loaded.
+        self._size_pools(placed, bytes_per_device(placed.params))
+        self._stages.begin()
+        self.weights.load_first()
+        self._size_pools(placed)
         for text in config.warnings(self.sizes):
             logger.warning(text)
-        self._state_shapes = config.state_shapes(pool_pages, self._mesh)
         self._state, self._row_params = make_zeros(self._state_shapes)
-        self._programs = Programs(
-            *(placed.graphdef, params, *self._state_shapes, self.sizes, self._mesh),
-            is_invariant=args.enable_deterministic_inference,
-        )
         self.cpu_blocks: CpuBlocks | None = None
         if self.sizes.host_blocks:
             require_host_bytes(config.host_bytes(self.sizes, args.num_hosts))
@@ -138,14 +137,12 @@ class ModelExecutor(Executor):
                     open_block_store(args), self._kv_fingerprint(), args.store_timeout_s
                 )
         self.prefill_rate = self.fetch_rate = self.store_rate = 0.0
-        self._watch = CompileWatch()
-        self._config = config
-        self._stages = self._new_stages()
         self.profiler = Profiler()
         self.expert_recorder = ExpertRecorder(self._expert_counts)
         self._in_flight: deque[LaunchedStep] = deque()
         self._page_tables = PageTables(self.sizes)
-        self._layouts = {bucket: self._programs.layout(bucket) for bucket in buckets.all}
+        buckets = config.buckets.all
+        self._layouts = {bucket: self._programs.layout(bucket) for bucket in buckets}
         compile_loops(self._progress)
         self.info: dict[str, Any] = {
             "model_path": args.model_path,
@@ -163,6 +160,24 @@ class ModelExecutor(Executor):
             "settings": decided,
             **self.sizes._asdict(),
         }
+
+    def _size_pools(self, placed: PlacedModel, unloaded_bytes: int = 0) -> None:
+        """Choose the sizes of pools and their programs, before the weights are loaded, which take
+        `unloaded_bytes` on each device, and again afterwards if they took clearly more."""
+        config = self._config
+        pool_pages = choose_pool_pages(
+            *(config.args, config.pools, self._mesh, config.pages_per_row, config.logit_bytes),
+            unloaded_bytes,
+        )
+        if not unloaded_bytes and pool_pages[0] >= _LEAST_KEPT * self.sizes.pool_pages[0]:
+            return
+        self.sizes = config.sizes(pool_pages)
+        self._state_shapes = config.state_shapes(pool_pages, self._mesh)
+        self._programs = Programs(
+            *(placed.graphdef, placed.params, *self._state_shapes, self.sizes, self._mesh),
+            is_invariant=config.args.enable_deterministic_inference,
+        )
+        self._stages = self._new_stages()
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute all further steps with `kernels`, for instance to compare them with others. Call

@@ -128,9 +128,14 @@ class KVPools(NamedTuple):
 
 
 def choose_pool_pages(
-    args: ServerArgs, pools: KVPools, mesh: Mesh, pages_per_row: int, workspace_bytes: int
+    args: ServerArgs,
+    pools: KVPools,
+    mesh: Mesh,
+    pages_per_row: int,
+    workspace_bytes: int,
+    unloaded_bytes: int = 0,
 ) -> tuple[int, ...]:
-    """Return the pages of each pool of one rank, null pages included. Call after loading weights.
+    """Return the pages of each pool of one rank, null pages included.
 
     Args:
         args: `max_total_tokens` decides if set, else free memory.
@@ -138,6 +143,7 @@ def choose_pool_pages(
         mesh: the devices in use.
         pages_per_row: pages of one group for a request of the full context.
         workspace_bytes: a step's temporary arrays on each device, excluding weights and pages.
+        unloaded_bytes: weights that each device still has to load.
 
     Raises:
         RuntimeError: no page fits in addition to the null page.
@@ -149,7 +155,8 @@ def choose_pool_pages(
         reason = f"--max-total-tokens {args.max_total_tokens}"
     elif platform_of(mesh) == "cpu":
         ranks_here = max(1, mesh.shape["data"] // jax.process_count())
-        affordable = int(_available_host_bytes() * _CPU_MEMORY_SHARE) // ranks_here
+        available = _available_host_bytes() - unloaded_bytes * len(mesh.local_devices)
+        affordable = int(available * _CPU_MEMORY_SHARE) // ranks_here
         default = max(pages_per_row * tables, _CPU_DEFAULT_BYTES // layout.page_bytes)
         filled = pools.num_rows * pages_per_row * tables
         num_first = min(filled, default, pools.num_that_fit(affordable))
@@ -159,6 +166,7 @@ def choose_pool_pages(
         free_bytes = min(
             _free_device_bytes(device, args.mem_fraction_static) for device in mesh.local_devices
         )
+        free_bytes -= unloaded_bytes
         num_first = pages_that_fit(free_bytes, pools, mesh.shape["tensor"], workspace_bytes)
         reason = (
             f"--mem-fraction-static {args.mem_fraction_static} after weights and a step's logits"
@@ -172,7 +180,9 @@ def choose_pool_pages(
         )
     pages = pools.pages(num_first)
     pools.require_a_row(pages)
-    logger.info(
+    level = logging.DEBUG if unloaded_bytes else logging.INFO
+    logger.log(
+        level,
         "KV pool: %s pages of %d tokens on each of %d ranks, %.2f GiB per rank, from %s",
         " and ".join(map(str, pages)),
         layout.page_size,

@@ -96,11 +96,9 @@ class ServedWeights:
             progress=progress,
         )
 
-    def load_first(self) -> ParamTree:
-        """Load the weights of `--model-path`; return them as the model's parameters."""
-        params = self._load(self._args.model_path, self._args.load_format)
-        self._use(flatten_mapping(params))
-        return params
+    def load_first(self) -> None:
+        """Load the weights of `--model-path`."""
+        self._use(flatten_mapping(self._load(self._args.model_path, self._args.load_format)))
 
     def _use(self, params: Mapping[ParamPath, Leaf]) -> None:
         self._params = dict(params)

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sgl_jax.layers.mesh_axes import DATA_AXIS, concatenate_over
-from sgl_jax.layers.parameter import ParamTree
+from sgl_jax.layers.parameter import ParamTree, Path
 
 Result = TypeVar("Result")  # an array, or a tuple of arrays
 
@@ -57,11 +57,22 @@ def separate_matrices(layers: ParamTree) -> None:
 
 
 def _cut(weight: jax.Array) -> tuple[jax.Array, ...]:
-    sharding = weight.sharding
-    assert isinstance(sharding, NamedSharding)
-    one = NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
+    one = shape_of_layer(weight).sharding
     take = jax.jit(partial(lax.dynamic_index_in_dim, keepdims=False), out_shardings=one)
     return tuple(take(weight, jnp.int32(layer)) for layer in range(weight.shape[0]))
+
+
+def shape_of_layer(stacked: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Return the shape and sharding of one layer of a stack."""
+    sharding = stacked.sharding
+    assert isinstance(sharding, NamedSharding)
+    one = NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
+    return jax.ShapeDtypeStruct(stacked.shape[1:], stacked.dtype, sharding=one)
+
+
+def is_separated(path: Path, num_axes: int) -> bool:
+    """Return whether `separate_matrices` cuts the parameter at `path`, with so many axes."""
+    return path[0] == "layers" and num_axes > 2
 
 
 def weights_of_layer(layers: Any, layer: jax.Array) -> Any:

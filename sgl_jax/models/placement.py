@@ -3,16 +3,19 @@
 Needs no weights and no device, so that it also works for meshes of chips that do not exist.
 """
 
+import math
 import re
 from collections import Counter
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.traversals import unflatten_mapping
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding
 
+from sgl_jax.layers.layer_weights import is_separated, shape_of_layer
 from sgl_jax.layers.mesh_axes import DATA_AXIS, TENSOR_AXIS
 from sgl_jax.layers.parameter import Declaration, ParamTree, Path, declarations
 from sgl_jax.models.config import ModelConfig
@@ -45,8 +48,15 @@ class PlacedModel(NamedTuple):
 
     @property
     def params(self) -> ParamTree:
-        """Return a jax.ShapeDtypeStruct of each parameter, with its sharding."""
-        return unflatten_mapping({path: own.array for path, own in self.declared.items()})
+        """Return a jax.ShapeDtypeStruct of each array of a loaded model, with its sharding."""
+        return unflatten_mapping(
+            {path: self._arrays(path, own.array) for path, own in self.declared.items()}
+        )
+
+    def _arrays(self, path: Path, array: jax.ShapeDtypeStruct) -> Any:
+        if not (self.separates_layers and is_separated(path, array.ndim)):
+            return array
+        return (shape_of_layer(array),) * array.shape[0]
 
 
 def place_model(config: ModelConfig, mesh: Mesh, options: BuildOptions) -> PlacedModel:
@@ -69,3 +79,17 @@ def place_model(config: ModelConfig, mesh: Mesh, options: BuildOptions) -> Place
         array = own.array.update(dtype=dtype, sharding=Format(layout, sharding))
         declared[path] = own._replace(array=array)
     return PlacedModel(model, declared, options.separates_layers)
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Return the bytes of one device's part of a tree of sharded arrays or shapes, unpadded."""
+    bits: int = sum(
+        num_bits(leaf.dtype) * math.prod(leaf.sharding.shard_shape(leaf.shape))
+        for leaf in jax.tree.leaves(tree)
+    )
+    return bits // 8
+
+
+def num_bits(dtype: jnp.dtype) -> int:
+    """Return the bits of an element in TPU memory; numpy stores 4-bit elements in a byte each."""
+    return 4 if dtype == jnp.int4 else 8 * int(dtype.itemsize)

@@ -1,10 +1,7 @@
 """The programs of an engine that does not run: traced from shapes, for any mesh."""
 
-import math
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from sgl_jax.core.server_args import ServerArgs
@@ -35,17 +32,3 @@ def engine_programs(
     sizes = config.sizes(pool_pages)
     programs = Programs(placed.graphdef, placed.params, state, row_params, sizes, mesh)
     return EngineProgramsOnPaper(config, placed, state, programs)
-
-
-def bytes_per_device(tree: Any) -> int:
-    """Return the bytes of one device's part of a tree of sharded arrays or shapes, unpadded."""
-    bits: int = sum(
-        num_bits(leaf.dtype) * math.prod(leaf.sharding.shard_shape(leaf.shape))
-        for leaf in jax.tree.leaves(tree)
-    )
-    return bits // 8
-
-
-def num_bits(dtype: jnp.dtype) -> int:
-    """Return the bits of an element in TPU memory; numpy stores 4-bit elements in a byte each."""
-    return 4 if dtype == jnp.int4 else 8 * int(dtype.itemsize)

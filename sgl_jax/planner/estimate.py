@@ -13,8 +13,9 @@ from sgl_jax.executor.engine_config import EngineConfig
 from sgl_jax.layers.mesh_axes import DATA_AXIS
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.expert_placement import loads_for, unplaced_imbalance
+from sgl_jax.models.placement import bytes_per_device
 from sgl_jax.planner.arguments import PlanRequest
-from sgl_jax.planner.engine_programs import EngineProgramsOnPaper, bytes_per_device, engine_programs
+from sgl_jax.planner.engine_programs import EngineProgramsOnPaper, engine_programs
 from sgl_jax.planner.kernel_time import DeviceBytes, StepWork
 from sgl_jax.planner.load import Reach, requests_per_s
 from sgl_jax.planner.memory import (

@@ -4,9 +4,8 @@ from dataclasses import dataclass, replace
 
 from sgl_jax.executor.engine_config import EngineConfig
 from sgl_jax.executor.pool_size import pages_that_fit
-from sgl_jax.models.placement import place_model
+from sgl_jax.models.placement import bytes_per_device, place_model
 from sgl_jax.planner.arguments import PlanRequest, on_mesh
-from sgl_jax.planner.engine_programs import bytes_per_device
 from sgl_jax.planner.topology import GIB, Topology, topology_mesh
 
 

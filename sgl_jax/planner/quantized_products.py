@@ -8,8 +8,7 @@ from jax.sharding import PartitionSpec as P
 from sgl_jax.core.layer_configs import Scheme, WeightFormat
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS
 from sgl_jax.layers.quantized_matrix import QuantizedExperts, QuantizedMatrix
-from sgl_jax.models.placement import PlacedModel
-from sgl_jax.planner.engine_programs import num_bits
+from sgl_jax.models.placement import PlacedModel, num_bits
 
 
 class QuantizedProduct(NamedTuple):

@@ -77,6 +77,29 @@ def test_one_that_fails_keeps_plans_at_one_step(caplog: pytest.LogCaptureFixture
     assert "failed to compile" in caplog.text
 
 
+def test_the_first_stage_may_begin_before_anyone_waits_for_it() -> None:
+    own, programs = stages("staged")
+    own.begin()
+    until(lambda: len(programs.compiled) == 2, "the first stage ends")
+    assert own.compile_first() == BUCKETS.first
+    assert programs.compiled == [("step", Bucket(8, 8)), ("step", Bucket(8, 40))]
+
+
+def test_an_error_of_the_first_stage_reaches_who_waits_for_it() -> None:
+    own, programs = stages("all")
+    programs.failing = {DECODE[0]}
+    own.begin()
+    with pytest.raises(RuntimeError, match="gives up"):
+        own.compile_first()
+
+
+def test_without_warm_up_nothing_begins() -> None:
+    own, programs = stages("none")
+    own.begin()
+    assert own.is_done
+    assert programs.compiled == []
+
+
 @pytest.mark.parametrize("has_decode_steps", [False, True])
 def test_with_all_they_are_there_at_the_start(has_decode_steps: bool) -> None:
     own, programs = stages("all", has_decode_steps=has_decode_steps)

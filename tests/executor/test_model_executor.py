@@ -1,5 +1,6 @@
 """Steps on the device: the tokens a plain recomputation gives, however steps are cut and spread."""
 
+import threading
 import weakref
 from dataclasses import replace
 
@@ -13,7 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 from sgl_jax.checkpoint.loading import load_params
 from sgl_jax.core.sampling_params import SamplingParams
+from sgl_jax.executor import model_executor
 from sgl_jax.executor.model_executor import ModelExecutor
+from sgl_jax.executor.programs import Programs
+from sgl_jax.executor.weights import ServedWeights
 from sgl_jax.kernels.attention.batch import AttentionBatch
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.decoder import BuildOptions
@@ -342,6 +346,37 @@ def test_a_model_whose_logits_are_no_numbers_is_refused_in_warm_up(make_args, mo
     executor.weights.arrays = tuple(leaf * np.inf for leaf in executor.weights.arrays)
     with pytest.raises(ValueError, match="computes logits that are no finite numbers"):
         executor.warm_up()
+
+
+def test_programs_are_compiled_while_weights_are_loaded(make_args, monkeypatch):
+    are_compiled = threading.Event()
+    compile_all, load_first = Programs.compile_all, ServedWeights.load_first
+
+    def compiles(programs, *rest):
+        compile_all(programs, *rest)
+        are_compiled.set()
+
+    def loads(weights):
+        assert are_compiled.wait(120)
+        load_first(weights)
+
+    monkeypatch.setattr(Programs, "compile_all", compiles)
+    monkeypatch.setattr(ServedWeights, "load_first", loads)
+    executor = ModelExecutor(make_args(warmup="staged", max_running_requests=1))
+    monkeypatch.setattr(Programs, "compile_all", None)
+    executor.warm_up()
+
+
+@pytest.mark.parametrize(("found", "kept"), [(60, 60), (100, 101), (110, 101)])
+def test_pools_shrink_if_weights_take_clearly_more_than_planned(
+    make_args, monkeypatch, greedy, found, kept
+):
+    pages = iter([(101,), (found,)])
+    monkeypatch.setattr(model_executor, "choose_pool_pages", lambda *given: next(pages))
+    executor = ModelExecutor(make_args(max_running_requests=1))
+    assert executor.sizes.pool_pages == (kept,)
+    (output,) = Driver(executor, rows(prompts=PROMPTS[:1])).run(STEPS, 8)
+    assert output == greedy(PROMPTS[0], len(output))
 
 
 def test_blocks_beyond_the_hosts_memory_are_refused_at_the_start(make_args):

@@ -17,10 +17,10 @@ LAYOUT = KVPoolLayout(
 )  # 131,072 bytes a page
 
 
-def num_pages(args, mesh, rows=4, pages_per_row=8, workspace_bytes=0):
+def num_pages(args, mesh, rows=4, pages_per_row=8, workspace_bytes=0, unloaded_bytes=0):
     """Of the one pool of a model whose layers attend to every token."""
     pools = KVPools((LAYOUT,), num_tables=(1,), resting_pages=(0,), step_pages=(0,), num_rows=rows)
-    (pages,) = choose_pool_pages(args, pools, mesh, pages_per_row, workspace_bytes)
+    (pages,) = choose_pool_pages(args, pools, mesh, pages_per_row, workspace_bytes, unloaded_bytes)
     return pages
 
 
@@ -61,6 +61,8 @@ def test_on_a_cpu_a_gibibyte_is_enough_unless_one_request_needs_more(mesh, avail
 def test_on_a_cpu_all_ranks_together_take_a_quarter_of_what_is_available(mesh, available):
     available(GIB)
     assert num_pages(ServerArgs(), mesh, 100, 1000, 0) == 1024
+    # Each of the two devices has a part of the weights.
+    assert num_pages(ServerArgs(), mesh, 100, 1000, 0, GIB // 4) == 512
 
 
 def test_on_an_accelerator_pages_get_what_weights_and_a_steps_logits_leave(mesh, monkeypatch):
@@ -69,6 +71,8 @@ def test_on_an_accelerator_pages_get_what_weights_and_a_steps_logits_leave(mesh,
     assert num_pages(ServerArgs(), mesh, 4, 8, 0) == 8192
     logits = 256 * 131_072
     assert num_pages(ServerArgs(), mesh, 4, 8, logits) == 8192 - 256
+    unloaded = 512 * 131_072
+    assert num_pages(ServerArgs(), mesh, 4, 8, logits, unloaded) == 8192 - 256 - 512
 
 
 def test_no_room_for_a_page_is_an_error_that_says_what_to_change(mesh, available):

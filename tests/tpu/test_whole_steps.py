@@ -23,9 +23,10 @@ from sgl_jax.kernels.grouped_matmul.tpu import NAME, PLAN_NAME
 from sgl_jax.kernels.qkv_heads import NORMALISED_NAME, PLAIN_NAME
 from sgl_jax.kernels.tpu_chip import LANES
 from sgl_jax.layers.sampling.sample import BLOCK_ROWS
+from sgl_jax.models.placement import bytes_per_device
 from sgl_jax.models.served import served_config
 from sgl_jax.planner.arguments import PlanRequest, Workload, read_config
-from sgl_jax.planner.engine_programs import bytes_per_device, engine_programs
+from sgl_jax.planner.engine_programs import engine_programs
 from sgl_jax.planner.kernel_time import heads_time
 from sgl_jax.planner.memory import plan_memory
 from sgl_jax.planner.program_cost import program_cost
