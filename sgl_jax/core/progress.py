@@ -1,6 +1,6 @@
 """Progress of an engine's long work (loading, compiling), logged and sent with heartbeats.
 
-The phases of a start, in order:
+The phases of a start, in order, except that `compiling` runs next to those before it:
 
     loading          bytes      weights are read from files
     compiling_loops  loops      the scheduler's loops (`core.compiled`)
