@@ -5,6 +5,7 @@ import faulthandler
 import gc
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,15 @@ engine.MAX_SHRINKING_SECONDS = 90
 
 jax.config.update("jax_num_cpu_devices", 4)
 set_compilation_cache(None)
+
+_ALL_LONG = re.compile(r"^pytestmark = \[?pytest\.mark\.long\b", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no module of long tests, with the clients of other people, if none of them runs."""
+    if config.option.markexpr != "not long" or collection_path.suffix != ".py":
+        return None
+    return True if _ALL_LONG.search(collection_path.read_text()) else None
 
 
 @pytest.hookimpl(tryfirst=True)
