@@ -21,6 +21,7 @@ import pytest
 from hypothesis.internal.conjecture import engine
 
 from sgl_jax.executor.devices import set_compilation_cache
+from tests.support.shared_programs import forget_programs
 
 # For who only wants to know that a test fails: `--hypothesis-profile=no_shrink`.
 _NO_SHRINK = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
@@ -71,6 +72,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if nextitem is None or nextitem.path == item.path or not _MAPS.exists():
         return
     if _MAPS.read_bytes().count(b"\n") > MOST_MAPS:
+        forget_programs()
         jax.clear_caches()
         gc.collect()
 
