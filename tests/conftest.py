@@ -5,6 +5,7 @@ import faulthandler
 import gc
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ import pytest
 from hypothesis.internal.conjecture import engine
 
 from sgl_jax.executor.devices import set_compilation_cache
+from tests.support.shared_programs import forget_programs
 
 # For who only wants to know that a test fails: `--hypothesis-profile=no_shrink`.
 _NO_SHRINK = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
@@ -33,6 +35,15 @@ engine.MAX_SHRINKING_SECONDS = 90
 
 jax.config.update("jax_num_cpu_devices", 4)
 set_compilation_cache(None)
+
+_ALL_LONG = re.compile(r"^pytestmark = \[?pytest\.mark\.long\b", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no module of long tests, with the clients of other people, if none of them runs."""
+    if config.option.markexpr != "not long" or collection_path.suffix != ".py":
+        return None
+    return True if _ALL_LONG.search(collection_path.read_text()) else None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -61,6 +72,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if nextitem is None or nextitem.path == item.path or not _MAPS.exists():
         return
     if _MAPS.read_bytes().count(b"\n") > MOST_MAPS:
+        forget_programs()
         jax.clear_caches()
         gc.collect()
 

@@ -137,7 +137,10 @@ def test_a_message_that_makes_no_sense_is_an_error(client: EngineClient, data: b
     assert "undecodable" in str(error)
 
 
-def test_messages_may_arrive_in_any_pieces(client: EngineClient, channel: SocketChannel) -> None:
+def test_messages_may_arrive_in_any_pieces(
+    client: EngineClient, channel: SocketChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channels, "_REST_TIMEOUT_S", 0.0)  # the rest comes with a later poll
     sent = [REQUEST, AbortRequest(rid="a#1"), REQUEST]
     data = b""
     for message in sent:

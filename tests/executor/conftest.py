@@ -1,14 +1,16 @@
 """A tiny model and executors over it."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.executor import buckets
 from sgl_jax.executor.model_executor import ModelExecutor
+from tests.support import shared_programs
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -26,6 +28,19 @@ CONFIG = {
     "initializer_range": 0.4,
     "eos_token_id": 95,
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _shared_programs() -> Iterator[None]:
+    with shared_programs.shared_programs():
+        yield
+
+
+@pytest.fixture(scope="module")
+def few_shapes() -> Iterator[None]:
+    """For modules that test no padding."""
+    with shared_programs.few_shapes():
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -57,7 +72,7 @@ def make_executor(make_args: Callable[..., ServerArgs]) -> Callable[..., ModelEx
     made: dict[str, ModelExecutor] = {}
 
     def make(**overrides: Any) -> ModelExecutor:
-        key = repr(sorted(overrides.items()))
+        key = repr((sorted(overrides.items()), buckets._CPU_TOKENS))
         if key not in made:
             made[key] = ModelExecutor(make_args(**overrides))
         made[key].reset()

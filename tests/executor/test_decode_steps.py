@@ -11,6 +11,8 @@ from tests.executor.conftest import CONFIG
 from tests.executor.step_driver import GREEDY, Driver, Row
 from tests.support.non_finite import nan_token
 
+pytestmark = pytest.mark.usefixtures("few_shapes")
+
 RANDOM = SamplingParams(temperature=1.0, top_p=0.9, frequency_penalty=0.5)
 STOP = 95  # of `step_driver`
 # The stop token is drawn as soon as it may be.

@@ -32,6 +32,8 @@ from tests.models.eagle3_reference import (
 )
 from tests.support.long import long
 
+pytestmark = pytest.mark.usefixtures("few_shapes")
+
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 QWEN3 = CONFIG | {"architectures": ["Qwen3ForCausalLM"]}
 

@@ -20,6 +20,8 @@ from tests.models.latent_draft_reference import (
 )
 from tests.support.long import long
 
+pytestmark = pytest.mark.usefixtures("few_shapes")
+
 
 @pytest.fixture(scope="session")
 def latent_model(tmp_path_factory):

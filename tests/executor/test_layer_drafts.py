@@ -24,6 +24,8 @@ from tests.models.draft_reference import (
 )
 from tests.support.long import long
 
+pytestmark = pytest.mark.usefixtures("few_shapes")
+
 DRAFTING = {"speculative_algorithm": "MTP", "speculative_num_draft_tokens": 3}
 
 

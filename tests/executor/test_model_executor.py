@@ -24,6 +24,7 @@ from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.placement import place_model
 from tests.executor.step_driver import Driver, Row
 from tests.support.long import long
+from tests.support.shared_programs import forget_programs
 
 CONTEXT = 64
 RNG = np.random.default_rng(0)
@@ -342,7 +343,7 @@ def test_pool_and_token_table_are_updated_in_place(make_executor, settings):
 
 
 def test_a_model_whose_logits_are_no_numbers_is_refused_in_warm_up(make_args, monkeypatch):
-    executor = ModelExecutor(make_args(warmup="plain", page_size=1, dp_size=2))
+    executor = ModelExecutor(make_args(warmup="staged", page_size=1, dp_size=2))
     executor.weights.arrays = tuple(leaf * np.inf for leaf in executor.weights.arrays)
     with pytest.raises(ValueError, match="computes logits that are no finite numbers"):
         executor.warm_up()
@@ -400,6 +401,7 @@ def test_warm_up_compiles_everything_that_is_ever_launched(make_args):
     assert executor.compile_counts()["compiles_after_ready"] == 1
     program = weakref.ref(executor._programs.step(executor._stages.buckets.all[0]))
     executor.close()
+    forget_programs()
     assert program() is None
 
 

@@ -12,6 +12,8 @@ from tests.executor.conftest import CONFIG
 from tests.executor.step_driver import Driver, Row
 from tests.support.non_finite import nan_token, nan_weights
 
+pytestmark = pytest.mark.usefixtures("few_shapes")
+
 BAD = 77  # the token whose embedding is NaN
 PLAIN = SamplingParams(temperature=0.0)
 RANDOM = SamplingParams(temperature=0.8, top_p=0.9)

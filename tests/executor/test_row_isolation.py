@@ -13,6 +13,8 @@ from tests.executor.step_driver import Driver, Row
 from tests.kernels.not_finite import assert_same_bits
 from tests.support.long import long_but
 
+pytestmark = pytest.mark.usefixtures("few_shapes")
+
 GOLDEN = Path(__file__).parents[1] / "golden"
 # Recurrent states and experts; windows, sinks and experts; and others.
 BY_DEFAULT = "qwen3_next"

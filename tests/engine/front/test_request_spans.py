@@ -259,6 +259,7 @@ def test_an_offline_engine_sends_its_chunks_and_retracts_within_the_callers_span
         settings: dict[str, Any] = {"device": "cpu", "warmup": "none", "chunked_prefill_size": 16}
         settings |= {"max_total_tokens": 1024, "page_size": 16, "test_retract": True}
         settings |= {"enable_trace": True, "otlp_traces_endpoint": receiver.endpoint}
+        settings |= {"max_running_requests": 4, "context_length": 128}
         with Engine(str(DEMO), **settings) as engine:
             prompts = [list(range(40 + i, 90 + i)) for i in range(4)]
             sampling = {"max_new_tokens": 16, "temperature": 0.0, "ignore_eos": True}
