@@ -35,7 +35,7 @@ from sgl_jax.scheduler.admission.admission import Admission
 from sgl_jax.scheduler.apply_result import apply_result
 from sgl_jax.scheduler.decode_steps import reserve_steps
 from sgl_jax.scheduler.forced_retract import ForcedRetract
-from sgl_jax.scheduler.forecast.fits import Rooms
+from sgl_jax.scheduler.forecast.capacity import Rooms
 from sgl_jax.scheduler.in_flight_rows import InFlightRows
 from sgl_jax.scheduler.live_requests import LiveRequests
 from sgl_jax.scheduler.non_finite import NonFiniteRows

@@ -16,6 +16,7 @@ class Mutation(NamedTuple):
     after: str
 
 
+_CAPACITY = "sgl_jax/scheduler/forecast/capacity.py"
 _RELEASE = "sgl_jax/mem_cache/release.py"
 _PROMPTS = "sgl_jax/scheduler/running_prompts.py"
 _WRITES = "sgl_jax/mem_cache/offload/store_writes.py"
@@ -1032,8 +1033,8 @@ MUTATIONS = (
     Mutation(
         "evict sessions for a request that does not fit even so",
         _FITS,
-        "                num_pages -= option.in_use\n                option.fits =",
-        "                num_pages -= option.in_use\n                option.fits = True or",
+        "            num_pages -= option.in_use\n            option.fits =",
+        "            num_pages -= option.in_use\n            option.fits = True or",
     ),
     Mutation(
         "let idle sessions hold what they like",
@@ -1801,13 +1802,13 @@ MUTATIONS = (
     ),
     Mutation(
         "find room where the forecast has one page less",
-        _FITS,
+        _CAPACITY,
         "if room.pages[j] + num_pages <= room.total:",
         "if room.pages[j] + num_pages <= room.total + 1:",
     ),
     Mutation(
         "find room at once",
-        _FITS,
+        _CAPACITY,
         "            return int(moments[j])\n    return int(moments[len(moments) - 1])",
         "            return int(moments[0])\n    return int(moments[len(moments) - 1])",
     ),
@@ -1892,8 +1893,8 @@ MUTATIONS = (
     Mutation(
         "start on the fullest of equal ranks",
         _FITS,
-        "is_better = is_full < best_is_full",
-        "is_better = is_full > best_is_full",
+        "is_better = option.is_full < options[best].is_full",
+        "is_better = option.is_full > options[best].is_full",
     ),
     Mutation(
         "take no notice of the free pages of a rank",
@@ -4062,8 +4063,8 @@ MUTATIONS = (
     Mutation(
         "room: take what lacks on the first rank for what lacks on each",
         _FITS,
-        "room, option, num_pages = rooms[k], options[k], need.pages",
-        "room, option, num_pages = rooms[0], options[k], need.pages",
+        "room, option, is_open = rooms[k], options[k], open_tenants[k, tenant]",
+        "room, option, is_open = rooms[0], options[k], open_tenants[k, tenant]",
     ),
     Mutation(
         "room: leave out pages in use that a start would share",

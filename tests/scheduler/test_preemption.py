@@ -10,7 +10,8 @@ from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
 from sgl_jax.scheduler.admission.admission import Admission
 from sgl_jax.scheduler.admission.rank_capacity import RankCapacities, RankCapacity
 from sgl_jax.scheduler.admission.rank_options import RankOptions
-from sgl_jax.scheduler.forecast.fits import NO_FLOOR, Rooms
+from sgl_jax.scheduler.forecast.capacity import Rooms
+from sgl_jax.scheduler.forecast.fits import NO_FLOOR
 from sgl_jax.scheduler.preemption import Preemptible
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request, RequestState

@@ -27,7 +27,8 @@ from sgl_jax.scheduler.admission.rank_capacity import (
     RankCapacity,
 )
 from sgl_jax.scheduler.admission.rank_options import RankOptions
-from sgl_jax.scheduler.forecast.fits import NO_FLOOR, NO_LIMIT, NO_RANK, Rooms
+from sgl_jax.scheduler.forecast.capacity import Rooms
+from sgl_jax.scheduler.forecast.fits import NO_FLOOR, NO_LIMIT, NO_RANK
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request

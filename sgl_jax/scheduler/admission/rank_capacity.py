@@ -13,15 +13,14 @@ import numpy as np
 from sgl_jax.core.step_plan import BoolArray, Int32Array
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
 from sgl_jax.scheduler.admission.in_flight import InFlight, Leader
-from sgl_jax.scheduler.forecast.fits import (
-    FULL_PART,
-    NO_FLOOR,
+from sgl_jax.scheduler.forecast.capacity import (
     Rooms,
     steps_to_room,
     write_ample,
     write_load,
     write_loads,
 )
+from sgl_jax.scheduler.forecast.fits import FULL_PART, NO_FLOOR
 from sgl_jax.scheduler.forecast.forecast import Forecast
 from sgl_jax.scheduler.forecast.output_lengths import MOMENTS
 from sgl_jax.scheduler.preemption import Preemptible, Preemption

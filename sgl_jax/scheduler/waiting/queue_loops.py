@@ -7,7 +7,8 @@ import numpy as np
 
 from sgl_jax.core.compiled import compiled
 from sgl_jax.core.step_plan import BoolArray, Int32Array, IntpArray
-from sgl_jax.scheduler.forecast.fits import NEED, ROOM, Float64Array, Int64Array, Needs, Rooms
+from sgl_jax.scheduler.forecast.capacity import NEED, ROOM, Needs, Rooms
+from sgl_jax.scheduler.forecast.output_lengths import Float64Array, Int64Array
 from sgl_jax.scheduler.waiting.waiting_columns import NO_LINES, Lines
 
 _NEVER = np.iinfo(np.int32).max  # pages that no rank has

@@ -14,14 +14,8 @@ from sgl_jax.core.step_plan import BoolArray, IntpArray
 from sgl_jax.mem_cache.pages.req_to_token_pool import RowTables
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor, SharedPrefix
-from sgl_jax.scheduler.forecast.fits import (
-    NO_RANK,
-    Options,
-    Rooms,
-    find_cheapest,
-    hold,
-    pages_short,
-)
+from sgl_jax.scheduler.forecast.capacity import Options, Rooms
+from sgl_jax.scheduler.forecast.fits import NO_RANK, find_cheapest, hold, pages_short
 from sgl_jax.scheduler.forecast.output_lengths import MOMENTS, OutputLengths
 from sgl_jax.scheduler.preemption import Preemptible
 from sgl_jax.scheduler.request import Request
