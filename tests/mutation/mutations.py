@@ -17,6 +17,7 @@ class Mutation(NamedTuple):
 
 
 _CAPACITY = "sgl_jax/scheduler/forecast/capacity.py"
+_WAIT_REASONS = "sgl_jax/scheduler/wait_reasons.py"
 _RELEASE = "sgl_jax/mem_cache/release.py"
 _PROMPTS = "sgl_jax/scheduler/running_prompts.py"
 _WRITES = "sgl_jax/mem_cache/offload/store_writes.py"
@@ -1399,8 +1400,8 @@ MUTATIONS = (
     Mutation(
         "choose in each step anew the rank that is held",
         _ADMISSION,
-        "self._holds = {r: k for r, k in self._holds.items() if self._waiting.find_due(r)}",
-        "self._holds = {}",
+        "self.holds = {r: k for r, k in self.holds.items() if self._waiting.find_due(r)}",
+        "self.holds = {}",
     ),
     Mutation(
         "hold the rank where most is lacking",
@@ -1417,14 +1418,14 @@ MUTATIONS = (
     Mutation(
         "wait for a better rank without an end",
         _ADMISSION,
-        "return best if self._waiting.is_staying(request, step) else cheapest",
+        "return best if self._waiting.delays.is_staying(request, step) else cheapest",
         "return best",
     ),
     Mutation(
         "wait for a better rank again and again",
         _ADMISSION,
         "        if stayed is None:\n",
-        "        if not self._waiting.is_staying(request, step):\n",
+        "        if not self._waiting.delays.is_staying(request, step):\n",
     ),
     Mutation(
         "start where most is to be computed",
@@ -1645,8 +1646,8 @@ MUTATIONS = (
     ),
     Mutation(
         "wait for what runs in the same row of another rank",
-        _QUEUE,
-        "        row += self._memories[dp_rank].rows.first_row\n",
+        _DELAYS,
+        "        row += dp_rank * self._num_rows\n",
         "",
     ),
     # -- whether a request fits
@@ -1994,13 +1995,13 @@ MUTATIONS = (
     ),
     Mutation(
         "say that the step lacks tokens where a rank is held",
-        _ADMISSION,
+        _WAIT_REASONS,
         "if self._waiting.pages_short(request, held_rooms, dp_rank, num_pages) <= 0:",
         "if self._waiting.pages_short(request, rooms, dp_rank, num_pages) <= 0:",
     ),
     Mutation(
         "say that pages are lacking where a rank is held",
-        _ADMISSION,
+        _WAIT_REASONS,
         "            if short[dp_rank] <= 0:\n                behind = holders[dp_rank]\n",
         "            pass\n",
     ),
@@ -2018,15 +2019,15 @@ MUTATIONS = (
     ),
     Mutation(
         "state the hold of a step later",
-        _ADMISSION,
+        _WAIT_REASONS,
         "max(hold.until_step - step + 1, 0)",
         "max(hold.until_step - step + 1, 0) + 8",
     ),
     Mutation(
         "name a due request whose rank is held for a more important one",
         _ADMISSION,
-        "        self._holds.pop(request.rid, None)\n        self._holds[request.rid] = hold",
-        "        self._holds[request.rid] = hold",
+        "        self.holds.pop(request.rid, None)\n        self.holds[request.rid] = hold",
+        "        self.holds[request.rid] = hold",
     ),
     Mutation(
         "forecast by the chunk size of the engine's start",
@@ -3639,7 +3640,7 @@ MUTATIONS = (
     Mutation(
         "store: flush while prefixes are on their way",
         "sgl_jax/scheduler/scheduler.py",
-        "        if self.num_running or self.is_storing:\n",
+        "        if self.num_running or self.offload.is_storing:\n",
         "        if self.num_running:\n",
     ),
     Mutation(
@@ -3656,7 +3657,7 @@ MUTATIONS = (
     ),
     Mutation(
         "store: try requests no more after their prefix has arrived",
-        "sgl_jax/scheduler/scheduler.py",
+        "sgl_jax/scheduler/offload.py",
         "        for rid in host.take_released():\n            self._waiting.note_event(rid)\n",
         "        host.take_released()\n",
     ),
@@ -4291,7 +4292,7 @@ MUTATIONS = (
     Mutation(
         "working set: hold requests where nothing runs",
         _ADMISSION,
-        "            self._waiting.release_held()  # no step would come\n",
+        "            self._waiting.delays.release_held()  # no step would come\n",
         "            pass\n",
     ),
     Mutation(

@@ -114,7 +114,7 @@ class PendingFlushes:
         if self._scheduler.is_paused:  # paused requests compute their KV again
             self._scheduler.handle(RetractAll())
         is_running = self._scheduler.num_running > 0
-        may_flush = not is_running and not self._scheduler.is_moving_out
+        may_flush = not is_running and not self._scheduler.offload.is_moving_out
         try:
             is_flushed = may_flush and self._scheduler.handle(Flush())
         except MemoryDefectError:

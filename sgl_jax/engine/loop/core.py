@@ -245,7 +245,7 @@ class EngineCore:
 
     def _is_moving(self) -> bool:
         """Return whether background work may end soon while no step can be planned."""
-        is_restoring = self._saver is not None and self.scheduler.is_restoring
+        is_restoring = self._saver is not None and self.scheduler.offload.is_restoring
         is_busy = bool(self._controls.updates.stagings) or self._grammars.is_busy
         return is_restoring or bool(self._controls.flushes.calls) or is_busy
 
