@@ -66,6 +66,7 @@ class Ranks:
         self.num_rows = sizes.num_rows
         self.max_draft_tokens = sizes.max_draft_tokens
         self.lookahead_slots = sizes.lookahead_slots
+        self.step_token_shapes = sizes.step_token_shapes
         self.pages_per_row = sizes.pages_per_row
         self.num_generated_tokens = 0  # by requests of all ranks
         self.num_verified = 0  # rows with drafts and a read result

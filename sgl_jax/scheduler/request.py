@@ -5,6 +5,7 @@ While it runs, its tokens and lengths are columns of its rank's `RunningRows`; w
 """
 
 import enum
+import zlib
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -139,6 +140,17 @@ class Request:
     @property
     def has_started(self) -> bool:
         return self.state is RequestState.RUNNING or self.num_retractions > 0
+
+    def stop_ids(self, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the tokens that end the output; `eos_token_ids` are the model's."""
+        sampling = self.message.sampling
+        ignores = sampling.ignore_eos and sampling.grammar is None
+        return tuple(dict.fromkeys((() if ignores else eos_token_ids) + sampling.stop_token_ids))
+
+    def seed(self, random_seed: int) -> int:
+        """Return its seed; without one, a uint32 from its id and the engine's `random_seed`."""
+        seed = self.message.sampling.seed
+        return zlib.crc32(self.rid.encode(), random_seed & 0xFFFFFFFF) if seed is None else seed
 
     def pop_prompt_len(self) -> int | None:
         """Return the prompt length of a session's turn, for its first output; None afterwards."""

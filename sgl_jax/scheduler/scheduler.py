@@ -26,7 +26,6 @@ from sgl_jax.mem_cache.memory_view import MemoryView
 from sgl_jax.scheduler import events
 from sgl_jax.scheduler.admission.admission import Admission
 from sgl_jax.scheduler.apply_result import apply_result
-from sgl_jax.scheduler.decode_steps import reserve_steps
 from sgl_jax.scheduler.forced_retract import ForcedRetract
 from sgl_jax.scheduler.in_flight_rows import InFlightRows
 from sgl_jax.scheduler.live_requests import LiveRequests
@@ -36,7 +35,7 @@ from sgl_jax.scheduler.output_buffer import OutputBuffer
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request, RequestState
 from sgl_jax.scheduler.runnable import choose_runnable
-from sgl_jax.scheduler.step_arrays import build_plan
+from sgl_jax.scheduler.step_arrays import build_plan, reserve_steps
 from sgl_jax.scheduler.step_builder import StepBuilder
 from sgl_jax.scheduler.tenants import TenantCounts
 from sgl_jax.scheduler.wait_reasons import WaitReasons

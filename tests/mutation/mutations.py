@@ -16,6 +16,7 @@ class Mutation(NamedTuple):
     after: str
 
 
+_DELAYS = "sgl_jax/scheduler/waiting/delays.py"
 _CAPACITY = "sgl_jax/scheduler/forecast/capacity.py"
 _WAIT_REASONS = "sgl_jax/scheduler/wait_reasons.py"
 _RELEASE = "sgl_jax/mem_cache/release.py"
@@ -50,7 +51,6 @@ _RUNNING = "sgl_jax/scheduler/running_rows.py"
 _RUNNABLE = "sgl_jax/scheduler/runnable.py"
 _DRAFTS = "sgl_jax/scheduler/draft_policy.py"
 _KEPT = "sgl_jax/scheduler/kept_states.py"
-_STEPS = "sgl_jax/scheduler/decode_steps.py"
 _GATE = "sgl_jax/scheduler/program_gate.py"
 _COMMIT = "sgl_jax/scheduler/apply_result.py"
 _SCHEDULER = "sgl_jax/scheduler/scheduler.py"
@@ -4111,13 +4111,13 @@ MUTATIONS = (
     ),
     Mutation(
         "steps: let a row with a grammar take several",
-        _STEPS,
+        _BUILDER,
         "    if (running.has_grammar[rows] | running.returns_hidden[rows]).any():\n",
         "    if running.returns_hidden[rows].any():\n",
     ),
     Mutation(
         "steps: let a row that returns a hidden state take several",
-        _STEPS,
+        _BUILDER,
         "    if (running.has_grammar[rows] | running.returns_hidden[rows]).any():\n",
         "    if running.has_grammar[rows].any():\n",
     ),
@@ -4153,7 +4153,7 @@ MUTATIONS = (
     ),
     Mutation(
         "steps: take several next to a chunk of a prompt",
-        _STEPS,
+        _BUILDER,
         "    if any(builder.chunks for builder in builders):\n        return None\n",
         "",
     ),
@@ -4165,19 +4165,19 @@ MUTATIONS = (
     ),
     Mutation(
         "steps: go past the limit by the steps of a launch in flight",
-        _STEPS,
+        _BUILDER,
         "running.max_len[rows] - running.planned_len[rows] - unread, most)",
         "running.max_len[rows] - running.planned_len[rows], most)",
     ),
     Mutation(
         "steps: reserve no slots for the steps of a launch in flight",
-        _STEPS,
+        _BUILDER,
         "tables.kv_committed_len[rows] + unread + num_steps",
         "tables.kv_committed_len[rows] + num_steps",
     ),
     Mutation(
         "steps: take several without slots for them",
-        _STEPS,
+        _BUILDER,
         "return num_steps if all(grow_rows(tables, ranks.memories, rows, ends, bounds)) else None",
         "return num_steps if grow_rows(tables, ranks.memories, rows, ends, bounds) else None",
     ),
