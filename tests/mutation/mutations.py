@@ -675,14 +675,14 @@ MUTATIONS = (
     Mutation(
         "publish no part of a prompt before all of it",
         _PROMPTS,
-        "            if memory.cache.is_awaited(lease.node, self.next_key(row)):\n",
+        "            if memory.cache.cursors.is_awaited(lease.node, self.next_key(row)):\n",
         "            if self.next_key(row) is None:\n",
     ),
     Mutation(
         "keep what another published meanwhile",
-        _CACHE,
-        "        is_there = next_key in parent.children\n",
-        "        is_there = False\n",
+        _CURSORS,
+        "is_awaited = key in parent.children or ",
+        "is_awaited = ",
     ),
     Mutation(
         "go on publishing for a request that left",
@@ -3766,7 +3766,7 @@ MUTATIONS = (
     ),
     Mutation(
         "not finite: publish below a withdrawn node again and again",
-        _CACHE,
+        _CURSORS,
         "return is_awaited and not parent.is_withdrawn",
         "return is_awaited",
     ),
