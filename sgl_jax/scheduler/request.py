@@ -14,7 +14,8 @@ from msgspec.structs import replace
 from sgl_jax.core.engine_messages import TokenLogprobs
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.errors import ContextLengthError, InvalidRequestError
-from sgl_jax.core.messages import GenerateRequest, Reuse, holder_of
+from sgl_jax.core.messages import GenerateRequest, Reuse
+from sgl_jax.core.shares import holder_of
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.eviction.path_records import PathEnd
 from sgl_jax.mem_cache.lease import KVLease

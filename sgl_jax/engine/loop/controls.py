@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sgl_jax.core import calls, messages
-from sgl_jax.core.engine_messages import Reply
+from sgl_jax.core.engine_messages import Reply, answer, refusal
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.weight_messages import (
@@ -26,7 +26,6 @@ from sgl_jax.core.weight_messages import (
     UpdateWeightsFromTensor,
 )
 from sgl_jax.engine.channels import Channel
-from sgl_jax.engine.loop.replies import answer, refusal
 from sgl_jax.engine.loop.saved_cache import CacheSaver
 from sgl_jax.engine.loop.weight_updates import UpdatedEngine, WeightUpdates
 from sgl_jax.executor.expert_recorder import ExpertRecorder

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from sgl_jax.core.calls import WithReply
-from sgl_jax.core.engine_messages import EndRequested, EngineInfo, OutputBatch
+from sgl_jax.core.engine_messages import EndRequested, EngineInfo, OutputBatch, refusal
 from sgl_jax.core.messages import (
     CALL_OF,
     AbortRequest,
@@ -30,7 +30,6 @@ from sgl_jax.engine.loop.decode_steps import DecodeStepChoice
 from sgl_jax.engine.loop.kv_events import KVEventsConfig, open_kv_events
 from sgl_jax.engine.loop.memory_audit import BackgroundAudit, DefectRecord
 from sgl_jax.engine.loop.offload_transfers import OffloadTransfers
-from sgl_jax.engine.loop.replies import refusal
 from sgl_jax.engine.loop.request_grammars import RequestGrammars
 from sgl_jax.engine.loop.request_stamps import RequestStamps
 from sgl_jax.engine.loop.saved_cache import CacheSaver
