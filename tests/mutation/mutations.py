@@ -2087,8 +2087,8 @@ MUTATIONS = (
     Mutation(
         "pass over what may not run there",
         "sgl_jax/scheduler/waiting/queue_loops.py",
-        "if not may_run[line] or not is_waiting[line] or held_until[line]:\n",
-        "if not is_waiting[line] or held_until[line]:\n",
+        "if not may_run[line] or not lines.is_waiting[line] or lines.held_until[line]:\n",
+        "if not lines.is_waiting[line] or lines.held_until[line]:\n",
     ),
     Mutation(
         "let all that were passed over start one after the other",
@@ -4310,7 +4310,7 @@ MUTATIONS = (
     Mutation(
         "working set: count passes over requests that wait for it",
         _LINES,
-        " or held_until[line]:\n",
+        " or lines.held_until[line]:\n",
         ":\n",
     ),
     Mutation(

@@ -178,23 +178,9 @@ class WaitingQueue:
         requests are counted from 0 again: so in a long queue, only one in `max_skip_count` starts
         because it is due."""
         lines, turns = self._columns.lines, self._tenants.turns()
-        pass_over(
-            self._columns.end,
-            request.line,
-            self.is_starved(request),
-            num_free,
-            self._max_skip_count,
-            lines.is_waiting,
-            lines.held_until,
-            lines.needs,
-            lines.service,
-            lines.arrival,
-            lines.tenant,
-            lines.no_turns if turns is None else turns.order,
-            lines.may_run[dp_rank],
-            lines.cached_pages[dp_rank],
-            lines.skip_count,
-        )
+        order = lines.no_turns if turns is None else turns.order
+        is_due, most = self.is_starved(request), self._max_skip_count
+        pass_over(self._columns.end, request.line, dp_rank, is_due, num_free, most, order, lines)
         self.remove(request)
 
     def clear(self) -> None:
