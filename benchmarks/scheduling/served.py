@@ -111,7 +111,7 @@ class ServedEngine(Engine[ServedStep]):
         if self._link is not None:
             for end in self._link.ended(now_s):
                 scheduler.handle(TransferEnded(end))
-            if scheduler.has_transfers:
+            if scheduler.offload.has_transfers:
                 self._link.begin(scheduler.handle(TakeTransfers()), now_s)
         plan = scheduler.handle(PlanStep())
         if plan is None:

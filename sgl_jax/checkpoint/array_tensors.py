@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from sgl_jax.checkpoint.errors import CheckpointError
 from sgl_jax.checkpoint.finite import is_finite, sample_of
 from sgl_jax.checkpoint.stored.reader import Files
-from sgl_jax.layers.sources import Index, Shape
+from sgl_jax.layers.tensor_keys import Index, Shape
 
 # Numpy's dtypes by safetensors' names.
 _DTYPES: Mapping[str, np.dtype[Any]] = {

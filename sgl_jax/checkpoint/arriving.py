@@ -27,7 +27,8 @@ from sgl_jax.checkpoint.stored.reader import Expected
 from sgl_jax.checkpoint.stored.tensors import QuantizedTensors
 from sgl_jax.layers.layer_weights import is_separated, shape_of_layer
 from sgl_jax.layers.parameter import Path
-from sgl_jax.layers.sources import Derived, Index, Shape, Source, Tensors
+from sgl_jax.layers.sources import Derived, Source
+from sgl_jax.layers.tensor_keys import Index, Shape, Tensors
 from sgl_jax.models.placement import PlacedModel
 
 # A parameter's array, or the arrays of its layers (`layers.layer_weights`).

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from sgl_jax.checkpoint.stored.reader import Expected
-from sgl_jax.layers.sources import Shape
+from sgl_jax.layers.tensor_keys import Shape
 
 _MAX_NAMED = 8  # problems in a message; with another model's config there are hundreds
 

@@ -18,7 +18,8 @@ from sgl_jax.checkpoint.tensor_files import TensorFiles
 from sgl_jax.core.progress import Phase, Progress
 from sgl_jax.layers.mesh_axes import of_each_host
 from sgl_jax.layers.parameter import Path as ParamPath
-from sgl_jax.layers.sources import Index, Shape, Source, TensorKey, Tensors
+from sgl_jax.layers.sources import Source
+from sgl_jax.layers.tensor_keys import Index, Shape, TensorKey, Tensors
 from sgl_jax.models.quantization import QuantizationConfig
 
 # Each parameter's shape, dtype and sharding, and its source tensors.

@@ -112,6 +112,17 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     cost_s: float = 0.0  # CPU time spent in the engine's loop, for a read-only call
 
 
+def answer(message: Any, data: Any) -> Reply:
+    """Return the reply to a successful call. A dictionary of builtins as `data` is not copied."""
+    builtins = data if isinstance(data, dict) else msgspec.to_builtins(data)
+    return Reply(rid=message.rid, ok=True, data=builtins)
+
+
+def refusal(message: Any, why: str, **data: Any) -> Reply:
+    """Return the reply to a refused call, with the reason `why` and `Reply.data` from `data`."""
+    return Reply(rid=message.rid, ok=False, message=why, data=data)
+
+
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Facts about a started engine, such as its sizes and settings.
 

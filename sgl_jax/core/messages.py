@@ -24,8 +24,6 @@ from sgl_jax.core.request_limits import (
 from sgl_jax.core.sampling_params import LogprobsMode, SamplingParams
 from sgl_jax.core.weight_messages import WeightMessage
 
-_MAX_TIMEOUT_S = 1e9
-
 
 class Name(str):
     """Annotation with the client's name of a field."""
@@ -67,11 +65,6 @@ class SessionTurn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     name: str | None = None
 
 
-# Prefix of tenant names from the field `user`. Names of API keys contain no space, so a client
-# cannot impersonate the tenant of a key.
-USER_PREFIX = "user "
-
-
 class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The customer of a request. All requests with one name share the limits below.
 
@@ -88,11 +81,6 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_queued: int = 0
     max_running: int = 0
     is_pooled: bool = False
-
-
-def holder_of(tenant: Tenant | None) -> str:
-    """Return the name under which a tenant's share is counted (`core.shares`)."""
-    return "" if tenant is None or tenant.is_pooled else tenant.name
 
 
 # The hints that a `Reuse` holds, and their outcomes (`scheduler/hint_counts.py`).
@@ -278,7 +266,7 @@ class OpenSession(WithReply, frozen=True, kw_only=True, tag=True):
         int, Ge(0), Lt(INT32), doc("tokens that the history may hold; 0: no limit")
     ] = 0
     timeout_s: Annotated[
-        Annotated[float, Gt(0), Le(_MAX_TIMEOUT_S)] | None,
+        Annotated[float, Gt(0), Le(1e9)] | None,
         Name("timeout"),
         doc("idle seconds until the session is closed"),
     ] = None

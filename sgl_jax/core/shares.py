@@ -2,8 +2,18 @@
 
 from collections import Counter
 
+from sgl_jax.core.messages import Tenant
+
+# Prefix of tenant names from the field `user`. Names of API keys contain no space, so a client
+# cannot impersonate the tenant of a key.
+USER_PREFIX = "user "
 # Default part of the units not held by other tenants that one tenant may hold.
 DEFAULT_PART = 0.75
+
+
+def holder_of(tenant: Tenant | None) -> str:
+    """Return the name under which a tenant's share is counted."""
+    return "" if tenant is None or tenant.is_pooled else tenant.name
 
 
 def shared_chunk_tokens(chunk_tokens: int) -> int:

@@ -19,7 +19,8 @@ from sgl_jax.doctor.report import Redaction, Section
 from sgl_jax.engine.offline import Engine
 from sgl_jax.engine.offline_results import Generation
 from sgl_jax.executor.engine_config import EngineConfig
-from sgl_jax.executor.model_executor import LaunchedStep, ModelExecutor
+from sgl_jax.executor.layout import LaunchedStep
+from sgl_jax.executor.model_executor import ModelExecutor
 from sgl_jax.layers.kernels import Kernels
 from sgl_jax.models.config import ModelConfig
 

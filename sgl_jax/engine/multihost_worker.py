@@ -21,7 +21,8 @@ from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import Channel
 from sgl_jax.engine.watchdog import Watchdog
 from sgl_jax.executor.devices import join_hosts, leave_hosts
-from sgl_jax.executor.model_executor import LaunchedStep, ModelExecutor
+from sgl_jax.executor.layout import LaunchedStep
+from sgl_jax.executor.model_executor import ModelExecutor
 from sgl_jax.executor.weights import WeightsError
 from sgl_jax.multihost.commands import CallExecutor, Command, Draw, End, Launch, MovePages
 from sgl_jax.multihost.description import describe_host

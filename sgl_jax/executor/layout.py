@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,9 @@ from sgl_jax.core.step_plan import (
     PromptLogprobs,
     RankPlan,
     RankResult,
+    StepPlan,
 )
+from sgl_jax.executor.buckets import Bucket
 from sgl_jax.layers.sampling.logprobs import LogprobArrays
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
@@ -293,3 +295,25 @@ def _by_row(num_scored: Int32Array, values: PromptLogprobs) -> dict[int, PromptL
         tokens = slice(ends[i] - num_scored[i], ends[i])
         rows[i] = jax.tree.map(itemgetter(tokens), values)
     return rows
+
+
+@dataclass
+class LaunchedStep:
+    """A step in flight: its plan and the layout of its output.
+
+    Attributes:
+        output: None until `draw` of a masked step.
+        undrawn: until then, the arguments of its second half between the tables and the masks.
+    """
+
+    plan: StepPlan
+    bucket: Bucket
+    layout: DPLayout
+    output: StepOutput | None
+    undrawn: tuple[Any, ...] | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Return True once the result can be read without waiting."""
+        tokens: Any = None if self.output is None else self.output.tokens
+        return tokens is not None and bool(tokens.is_ready())

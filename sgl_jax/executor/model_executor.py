@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -24,13 +24,7 @@ from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.page_tables import PageTables
 from sgl_jax.core.progress import Progress
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.core.step_plan import (
-    Executor,
-    Int32Array,
-    RankResult,
-    StepPlan,
-    mask_words,
-)
+from sgl_jax.core.step_plan import Executor, Int32Array, RankResult, StepPlan, mask_words
 from sgl_jax.core.transfers import TransferEnd, Transfers
 from sgl_jax.executor.block_stores.opening import open_block_store, weights_fingerprint
 from sgl_jax.executor.buckets import Bucket
@@ -41,7 +35,7 @@ from sgl_jax.executor.devices import make_mesh, platform_of, set_compilation_cac
 from sgl_jax.executor.engine_config import EngineConfig
 from sgl_jax.executor.expert_recorder import ExpertRecorder
 from sgl_jax.executor.first_token import check_first_token, first_token_plan, idle_plan
-from sgl_jax.executor.layout import DPLayout, StepOutput
+from sgl_jax.executor.layout import LaunchedStep
 from sgl_jax.executor.plan_check import check_plan
 from sgl_jax.executor.pool_size import choose_pool_pages, require_host_bytes
 from sgl_jax.executor.profiler import Profiler
@@ -60,28 +54,6 @@ logger = logging.getLogger(__name__)
 _NUM_TIMED = 3  # timed steps; the first may take longer
 # Of the pages planned before the weights are loaded: `--mem-fraction-static` has room for the rest.
 _LEAST_KEPT = 0.99
-
-
-@dataclass
-class LaunchedStep:
-    """A step in flight: its plan and the layout of its output.
-
-    Attributes:
-        output: None until `draw` of a masked step.
-        undrawn: until then, the arguments of its second half between the tables and the masks.
-    """
-
-    plan: StepPlan
-    bucket: Bucket
-    layout: DPLayout
-    output: StepOutput | None
-    undrawn: tuple[Any, ...] | None = None
-
-    @property
-    def has_ended(self) -> bool:
-        """Return True once the result can be read without waiting."""
-        tokens: Any = None if self.output is None else self.output.tokens
-        return tokens is not None and bool(tokens.is_ready())
 
 
 class ModelExecutor(Executor):

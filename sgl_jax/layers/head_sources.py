@@ -8,16 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from sgl_jax.layers.sources import (
-    Derived,
-    Index,
-    MatrixPart,
-    Shape,
-    Source,
-    TensorKey,
-    Tensors,
-    swapped,
-)
+from sgl_jax.layers.sources import Derived, Source, swapped
+from sgl_jax.layers.tensor_keys import Index, MatrixPart, Shape, TensorKey, Tensors
 
 
 def paired_order(head_dim: int, num_turned: int) -> tuple[int, ...]:

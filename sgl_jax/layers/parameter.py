@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from sgl_jax.layers.mesh_axes import DATA_AXIS, MESH_AXES, MeshAxes
-from sgl_jax.layers.sources import Placed, Shape, Source, Stacked
+from sgl_jax.layers.sources import Placed, Source, Stacked
+from sgl_jax.layers.tensor_keys import Shape
 
 # A tree of parameters, or of their specs or shardings: nested dictionaries.
 ParamTree = dict[str, Any]

@@ -24,17 +24,8 @@ from sgl_jax.kernels.row_blocks import row_wise
 from sgl_jax.layers.layer_weights import use_stacks, use_weight
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS, MeshAxes, concatenate_over
 from sgl_jax.layers.parameter import Read, parameter
-from sgl_jax.layers.sources import (
-    Index,
-    MatrixPart,
-    PartKind,
-    Shape,
-    Source,
-    Swapped,
-    TensorKey,
-    Tensors,
-    swapped,
-)
+from sgl_jax.layers.sources import Source, Swapped, swapped
+from sgl_jax.layers.tensor_keys import Index, MatrixPart, PartKind, Shape, TensorKey, Tensors
 
 _LEAST_GROUP = 8
 

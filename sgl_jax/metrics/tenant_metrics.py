@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from sgl_jax.core.messages import USER_PREFIX
+from sgl_jax.core.shares import USER_PREFIX
 
 Figures = Mapping[str, Mapping[str, int]]  # by tenant, by name of the figure
 MAX_USERS = 100

@@ -35,11 +35,12 @@ def llama_layer(
     qk_norm: QKNorm | None = None,
     experts: MixtureOfExperts | None = None,
     attention_inputs: int | None = None,
+    fused: bool = False,
 ) -> DecoderLayer:
     """Declare one layer: `attention`, and `experts` or a dense feed-forward layer.
 
     `qk_norm` normalises queries and keys. `attention_inputs` is the width of attention's input;
-    None for the hidden size.
+    None for the hidden size. If `fused`, Q, K and V are one tensor, and gate and up are another.
 
     Raises ValueError if `tp_size` chips cannot split heads or widths.
     """
@@ -50,9 +51,10 @@ def llama_layer(
             qkv_bias=qkv_bias,
             qk_norm=qk_norm,
             num_inputs=attention_inputs,
+            fused=fused,
         ),
         norm("post_attention_layernorm", config.hidden_size, config, options),
-        experts or gated_mlp(config, spec, options),
+        experts or gated_mlp(config, spec, options, fused=fused),
     )
 
 

@@ -8,7 +8,7 @@ from sgl_jax.layers.linear import ExpertLinear, Linear
 from sgl_jax.layers.moe import GATED, MixtureOfExperts, SharedExpert
 from sgl_jax.layers.sources import OneOf, Slice, Source, Stacked, Tensor
 from sgl_jax.models.config import LayerSpec, ModelConfig, ModelConfigError, MoeConfig
-from sgl_jax.models.decoder import BuildOptions
+from sgl_jax.models.decoder import Architecture, BuildOptions
 from sgl_jax.models.decoder_layer import DecoderLayer
 from sgl_jax.models.llama import gated_mlp, llama_layer, require_divisible
 from sgl_jax.models.projections import quantization_of
@@ -134,3 +134,12 @@ def _shared_expert(
     gate = Tensor("mlp.shared_expert_gate.weight", (config.hidden_size, 1), transposed=True)
     expert = gated_mlp(config, spec, options, "mlp.shared_expert.", width)
     return SharedExpert(expert, Linear(gate, options.dtype))
+
+
+# Qwen3-VL's text models: vision tensors are not read.
+QWEN3_VL = Architecture(
+    qwen3_layer, body="model.language_model.", spare_prefixes=("model.visual.",)
+)
+QWEN3_VL_MOE = QWEN3_VL._replace(
+    build_layer=partial(qwen3_moe_layer, names=ExpertNames(layouts="either"))
+)

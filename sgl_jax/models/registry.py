@@ -19,10 +19,8 @@ from sgl_jax.models.llama4 import LLAMA4, LLAMA4_TEXT
 from sgl_jax.models.minimax_m2 import minimax_m2_layer
 from sgl_jax.models.mistral3 import MISTRAL3
 from sgl_jax.models.olmo3 import olmo3_layer
-from sgl_jax.models.phi3 import phi3_layer
-from sgl_jax.models.qwen3 import qwen3_layer, qwen3_moe_layer
+from sgl_jax.models.qwen3 import QWEN3_VL, QWEN3_VL_MOE, qwen3_layer, qwen3_moe_layer
 from sgl_jax.models.qwen3_next import QWEN3_5, QWEN3_5_TEXT, QWEN3_NEXT
-from sgl_jax.models.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE
 
 _ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
@@ -44,7 +42,7 @@ _ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "Mistral4ForCausalLM": Architecture(deepseek_layer),
         "MistralForCausalLM": Architecture(llama_layer),  # the config has the window
         "Olmo3ForCausalLM": Architecture(olmo3_layer),
-        "Phi3ForCausalLM": Architecture(phi3_layer),
+        "Phi3ForCausalLM": Architecture(partial(llama_layer, fused=True)),
         "Qwen2ForCausalLM": Architecture(partial(llama_layer, qkv_bias=True)),
         "Qwen3ForCausalLM": Architecture(qwen3_layer),
         "Qwen3MoeForCausalLM": Architecture(qwen3_moe_layer),

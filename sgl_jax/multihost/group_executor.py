@@ -21,7 +21,8 @@ from sgl_jax.core.step_plan import Int32Array, RankResult, StepPlan
 from sgl_jax.core.transfers import Transfers
 from sgl_jax.executor.devices import join_hosts, leave_hosts
 from sgl_jax.executor.expert_recorder import ExpertRecorder
-from sgl_jax.executor.model_executor import LaunchedStep, ModelExecutor
+from sgl_jax.executor.layout import LaunchedStep
+from sgl_jax.executor.model_executor import ModelExecutor
 from sgl_jax.executor.plan_check import check_plan
 from sgl_jax.executor.profiler import Profiler
 from sgl_jax.multihost.commands import CallExecutor, Command, Draw, Launch, MovePages, RankMasks

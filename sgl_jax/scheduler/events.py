@@ -214,6 +214,10 @@ class TakeOutputs(msgspec.Struct, frozen=True, tag=True):
     """Return the `OutputBatch` that requests gained since the last call, or None."""
 
 
+OffloadEvent: TypeAlias = (
+    TransferEnded | StoreOverdue | StoreSuspended | PrefillRate | FetchRate | StoreRate
+)
+
 Event: TypeAlias = (
     GenerateRequest
     | AbortRequest
@@ -234,12 +238,7 @@ Event: TypeAlias = (
     | Tick
     | RestoreCache
     | TakeTransfers
-    | TransferEnded
-    | StoreOverdue
-    | StoreSuspended
-    | PrefillRate
-    | FetchRate
-    | StoreRate
+    | OffloadEvent
     | DecodeSteps
     | PlanStep
     | ResultRead

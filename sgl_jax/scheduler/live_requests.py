@@ -9,9 +9,9 @@ from collections import deque
 from sgl_jax.core.engine_messages import FinishReason, RequestOutput
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.messages import AbortRequest, GenerateRequest, StopRequest, holder_of
+from sgl_jax.core.messages import AbortRequest, GenerateRequest, StopRequest
 from sgl_jax.core.scheduler_args import SchedulerArgs
-from sgl_jax.core.shares import Shares, tenant_text
+from sgl_jax.core.shares import Shares, holder_of, tenant_text
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.scheduler.deadlines import Deadlines
 from sgl_jax.scheduler.events import Expect, GrammarReady

@@ -19,7 +19,7 @@ from sgl_jax.core.step_plan import BoolArray, Int32Array, IntpArray, RowIndex
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
-from sgl_jax.scheduler.forecast.fits import Rooms
+from sgl_jax.scheduler.forecast.capacity import Rooms
 from sgl_jax.scheduler.forecast.forecast import Forecast
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request

@@ -4,7 +4,6 @@ Gives requests memory (`admit`) and takes it away (`finish`, `retract`). `step_b
 the rows of a step, `apply_result.py` applies their results.
 """
 
-import zlib
 from collections.abc import Callable, Iterator
 from typing import Literal
 
@@ -153,11 +152,6 @@ class RankScheduler:
             return cursor.length
         return max(cursor.length, resumable_len(self.memory, lease, request.resumable_len))
 
-    def expected_steps_to_ends(self) -> Int32Array:
-        """Return int32[n], the expected steps to running requests' ends: half of their remaining
-        tokens."""
-        return self.columns.expected_steps_to_ends(self.running.active)
-
     def admit(self, request: Request, cursor: PrefixCursor) -> int:
         """Give a fitting request a row and the cached part of its prefix; return the row. Idle
         sessions are evicted as needed, least recently used first."""
@@ -174,7 +168,7 @@ class RankScheduler:
             self.num_prompt_tokens += request.prompt_len
             self.num_cached_tokens += request.cached_tokens
         request.state = RequestState.RUNNING
-        stop_ids = self._stop_ids(request)
+        stop_ids = request.stop_ids(self._eos_token_ids)
         self.running.add(lease.row, request, stop_ids)
         self.columns.length_class[lease.row] = self._output_lengths.class_of(request)
         self.prompts.enter(lease.row, num_on_tree)
@@ -185,8 +179,8 @@ class RankScheduler:
             row=lease.row,
             tokens=request.tokens[start:],
             prompt_len=request.prompt_len,
-            sampling=request.message.sampling,
-            seed=self._seed(request),
+            sampling=message.sampling,
+            seed=request.seed(self._random_seed),
             stop_token_ids=stop_ids,
             start=start,
             logprob_ids=tuple(message.token_ids_logprob),
@@ -391,16 +385,3 @@ class RankScheduler:
         """Evict the least recently used idle sessions, down to their share of memory."""
         while self.memory.num_session_pages > self._max_session_pages:
             self.evict_idle_session()
-
-    def _stop_ids(self, request: Request) -> tuple[int, ...]:
-        sampling = request.message.sampling
-        ignores = sampling.ignore_eos and sampling.grammar is None
-        eos = () if ignores else self._eos_token_ids
-        return tuple(dict.fromkeys(eos + sampling.stop_token_ids))
-
-    def _seed(self, request: Request) -> int:
-        """Return the request's seed; without one, a uint32 from its id and the engine's seed."""
-        seed = request.message.sampling.seed
-        if seed is None:
-            return zlib.crc32(request.rid.encode(), self._random_seed & 0xFFFFFFFF)
-        return seed

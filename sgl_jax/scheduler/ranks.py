@@ -19,7 +19,8 @@ from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import Int32Array, IntpArray, RowIndex
 from sgl_jax.mem_cache.pages.req_to_token_pool import RowTables
 from sgl_jax.mem_cache.tree.prompt_tree import PromptTree
-from sgl_jax.scheduler.forecast.fits import NO_FLOOR, NO_LIMIT, ROOM, Rooms
+from sgl_jax.scheduler.forecast.capacity import ROOM, Rooms
+from sgl_jax.scheduler.forecast.fits import NO_FLOOR, NO_LIMIT
 from sgl_jax.scheduler.forecast.forecast import Forecast
 from sgl_jax.scheduler.forecast.output_lengths import OutputLengths
 from sgl_jax.scheduler.in_flight_rows import ROW, Records
@@ -65,6 +66,7 @@ class Ranks:
         self.num_rows = sizes.num_rows
         self.max_draft_tokens = sizes.max_draft_tokens
         self.lookahead_slots = sizes.lookahead_slots
+        self.step_token_shapes = sizes.step_token_shapes
         self.pages_per_row = sizes.pages_per_row
         self.num_generated_tokens = 0  # by requests of all ranks
         self.num_verified = 0  # rows with drafts and a read result

@@ -5,6 +5,7 @@ While it runs, its tokens and lengths are columns of its rank's `RunningRows`; w
 """
 
 import enum
+import zlib
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,8 @@ from msgspec.structs import replace
 from sgl_jax.core.engine_messages import TokenLogprobs
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.errors import ContextLengthError, InvalidRequestError
-from sgl_jax.core.messages import GenerateRequest, Reuse, holder_of
+from sgl_jax.core.messages import GenerateRequest, Reuse
+from sgl_jax.core.shares import holder_of
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.eviction.path_records import PathEnd
 from sgl_jax.mem_cache.lease import KVLease
@@ -139,6 +141,17 @@ class Request:
     @property
     def has_started(self) -> bool:
         return self.state is RequestState.RUNNING or self.num_retractions > 0
+
+    def stop_ids(self, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the tokens that end the output; `eos_token_ids` are the model's."""
+        sampling = self.message.sampling
+        ignores = sampling.ignore_eos and sampling.grammar is None
+        return tuple(dict.fromkeys((() if ignores else eos_token_ids) + sampling.stop_token_ids))
+
+    def seed(self, random_seed: int) -> int:
+        """Return its seed; without one, a uint32 from its id and the engine's `random_seed`."""
+        seed = self.message.sampling.seed
+        return zlib.crc32(self.rid.encode(), random_seed & 0xFFFFFFFF) if seed is None else seed
 
     def pop_prompt_len(self) -> int | None:
         """Return the prompt length of a session's turn, for its first output; None afterwards."""

@@ -76,7 +76,7 @@ class RunningPrompts:
         if not self._running.request(row).kept_len:  # else nothing is published yet
             lease = self._memory.leases[row]
             tokens = self._running.known_tokens(row)[lease.cache_protected_len :]
-            ahead = self._memory.cache.awaited_lens(
+            ahead = self._memory.cache.cursors.awaited_lens(
                 lease.node, self.next_key(row), tokens, _MAX_BRANCHES
             )
             lens += [lease.cache_protected_len + each for each in ahead]
@@ -99,7 +99,7 @@ class RunningPrompts:
             if computed.item(row) < published.item(row) + memory.page_size:
                 continue  # there is no further page
             lease = memory.leases[row]
-            if memory.cache.is_awaited(lease.node, self.next_key(row)):
+            if memory.cache.cursors.is_awaited(lease.node, self.next_key(row)):
                 publish_prefix(memory, lease, self._running.known_tokens(row))
 
     def next_key(self, row: int) -> bytes | None:

@@ -9,7 +9,7 @@ it reads the result of the last: input tokens come from the device, so nothing w
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from math import inf
 from typing import Any, assert_never
@@ -18,35 +18,27 @@ from sgl_jax.core.calls import WithReply
 from sgl_jax.core.compiled import compile_loops
 from sgl_jax.core.engine_messages import FinishReason
 from sgl_jax.core.engine_sizes import EngineSizes
-from sgl_jax.core.messages import (
-    AbortRequest,
-    GenerateRequest,
-    PauseMode,
-    StopRequest,
-)
+from sgl_jax.core.messages import AbortRequest, GenerateRequest, PauseMode, StopRequest
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.shares import shared_chunk_tokens
 from sgl_jax.core.step_plan import Int32Array, StepPlan
-from sgl_jax.core.transfers import Transfers
 from sgl_jax.mem_cache.memory_view import MemoryView
-from sgl_jax.mem_cache.offload.saved_prefixes import SavedTree
 from sgl_jax.scheduler import events
 from sgl_jax.scheduler.admission.admission import Admission
 from sgl_jax.scheduler.apply_result import apply_result
-from sgl_jax.scheduler.decode_steps import reserve_steps
 from sgl_jax.scheduler.forced_retract import ForcedRetract
-from sgl_jax.scheduler.forecast.fits import Rooms
 from sgl_jax.scheduler.in_flight_rows import InFlightRows
 from sgl_jax.scheduler.live_requests import LiveRequests
 from sgl_jax.scheduler.non_finite import NonFiniteRows
+from sgl_jax.scheduler.offload import Offload
 from sgl_jax.scheduler.output_buffer import OutputBuffer
-from sgl_jax.scheduler.rank_offload import RankOffload
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request, RequestState
 from sgl_jax.scheduler.runnable import choose_runnable
-from sgl_jax.scheduler.step_arrays import build_plan
+from sgl_jax.scheduler.step_arrays import build_plan, reserve_steps
 from sgl_jax.scheduler.step_builder import StepBuilder
 from sgl_jax.scheduler.tenants import TenantCounts
+from sgl_jax.scheduler.wait_reasons import WaitReasons
 from sgl_jax.scheduler.waiting.wait_reason import WaitKind, WaitReason
 from sgl_jax.scheduler.waiting.waiting_queue import MAX_SKIP_COUNT
 from sgl_jax.scheduler.working_set import TICK_S
@@ -89,13 +81,15 @@ class Scheduler:
         self._admission = Admission(
             self._waiting, args, self._sessions.home_of, self._all_ranks.tenants
         )
+        self._reasons = WaitReasons(
+            self._all_ranks, self._live, self._admission, self._forced_retract
+        )
         self._ticked_s = -inf
-        self._has_store = any(tier.store for tier in self._all_ranks.host_tiers)
+        self.offload = Offload(self._all_ranks, self._waiting)
         self.is_paused = False
         self._chunk_tokens = sizes.max_chunk_tokens
         self._num_decode_steps = 1
         self._steps = 0
-        self._num_store_failures = 0
         # Launched steps by id, until the result is read.
         self._launched: dict[int, tuple[StepPlan, InFlightRows]] = {}
 
@@ -111,31 +105,14 @@ class Scheduler:
             case events.TakeOutputs():
                 return self._outputs.take()
             case events.TakeTransfers():
-                return self._take_transfers()
-            case events.TransferEnded():
-                host = self.ranks[event.end.dp_rank].host
-                host.ended(event.end)
-                self._release(host)
+                return self.offload.take_transfers()
             case events.RestoreCache():
-                return self._restore(event)
-            case events.StoreOverdue():
-                host = self.ranks[event.dp_rank].host
-                host.overdue(event.number)
-                self._release(host)
-            case events.StoreSuspended():
-                self._num_store_failures += not event.answers
-                for tier in self._all_ranks.host_tiers:
-                    if tier.store is not None:
-                        tier.store.is_suspended = not event.answers
-            case events.PrefillRate():
-                for tier in self._all_ranks.host_tiers:
-                    tier.prices.prefill_rate = event.tokens_per_s
-            case events.FetchRate():
-                for tier in self._all_ranks.host_tiers:
-                    tier.prices.fetch.start(event.tokens_per_s)
-            case events.StoreRate():
-                for tier in self._all_ranks.host_tiers:
-                    tier.prices.store.start(event.tokens_per_s)
+                self.offload.restore(event.prefixes)
+                return self._sessions.restore(event.sessions)
+            case events.TransferEnded() | events.StoreOverdue() | events.StoreSuspended():
+                self.offload.handle(event)
+            case events.PrefillRate() | events.FetchRate() | events.StoreRate():
+                self.offload.handle(event)
             case events.DecodeSteps():
                 assert 1 <= event.num_steps <= self.sizes.max_decode_steps
                 self._num_decode_steps = event.num_steps
@@ -150,8 +127,8 @@ class Scheduler:
                 self._sessions.tick(event.now_s)
             case GenerateRequest():
                 self._live.submit(event)
-                if self._has_store:
-                    self._search_store(event.rid)
+                if self.offload.has_store:
+                    self.offload.search_store(self._requests.get(event.rid))
             case AbortRequest():
                 self._live.abort(event)
             case StopRequest():
@@ -224,52 +201,14 @@ class Scheduler:
         return self._sessions.store
 
     def _flush(self) -> bool:
-        if self.num_running or self.is_storing:
+        if self.num_running or self.offload.is_storing:
             return False
         self._reset_caches()
         return True
 
-    def _restore(self, event: events.RestoreCache) -> int:
-        """Load a share of the prefixes on each rank."""
-        for dp_rank, rank in enumerate(self.ranks):
-            rank.host.restore(event.prefixes[dp_rank :: len(self.ranks)])
-        return self._sessions.restore(event.sessions)
-
     def saved_sessions(self) -> list[SavedSession]:
         """Return the open sessions, for `RestoreCache` of another scheduler."""
         return self._sessions.save()
-
-    def saved_trees(self) -> list[SavedTree]:
-        """Return the prefixes of each rank with host memory, and those still to be loaded there."""
-        return [tree for rank in self.ranks for tree in rank.host.saved_trees()]
-
-    @property
-    def is_restoring(self) -> bool:
-        """Return whether saved prefixes are still to be loaded."""
-        stores = (tier.store for tier in self._all_ranks.host_tiers)
-        return any(store is not None and store.is_restoring for store in stores)
-
-    def _search_store(self, rid: str) -> None:
-        """Look up a new request's prefix in the store, on the rank with most of it in host memory,
-        else with the fewest running requests."""
-        request = self._requests.get(rid)
-        if request is None or request.state is not RequestState.WAITING:
-            return
-        pinned = request.message.dp_rank
-        ranks = self.ranks if pinned is None else [self.ranks[pinned]]
-        best = max(
-            ranks,
-            key=lambda rank: (rank.host.num_here(request), -len(rank.running), -rank.dp_rank),
-        )
-        num_waiting = self._waiting.num_uncached_tokens(request, best.dp_rank)
-        num_ahead = best.num_prompt_tokens_left + num_waiting // len(self.ranks)
-        best.host.search_store(request, num_ahead)
-        self._waiting.note_event(rid)
-
-    def _release(self, host: RankOffload) -> None:
-        """Recheck requests after a pending lookup or load of their prefix ended."""
-        for rid in host.take_released():
-            self._waiting.note_event(rid)
 
     def _pause(self, mode: PauseMode) -> None:
         self.is_paused = True
@@ -350,36 +289,23 @@ class Scheduler:
         """Return the number of waiting requests by kind of `WaitReason`, as of the last step."""
         if self.is_paused:
             return {"paused": self.num_waiting}
-        rooms = self._all_ranks.forecast_rooms()
-        counts = self._admission.count_waiting(self._all_ranks, rooms, self._steps)
-        num_without_grammar = self._gate.num_without_grammar
-        num_without_program = len(self._gate.held) - num_without_grammar
-        return counts | {"grammar": num_without_grammar, "program": num_without_program}
+        return self._reasons.count(self._steps)
 
     def why_waiting(self, rid: str) -> WaitReason:
         """Return the reason why a request waits. Raises KeyError if it does not wait."""
         request = self._requests[rid]
         if request.state is not RequestState.WAITING:
             raise KeyError(f"{rid} does not wait")
-        return self._why_waiting(request, self._all_ranks.forecast_rooms())
+        return self._why_waiting([request])[0][1]
 
     def waiting_for(self, most: int) -> list[tuple[Request, WaitReason]]:
         """Return up to `most` of the first waiting requests, each with its reason."""
-        rooms = self._all_ranks.forecast_rooms()
-        first = islice(self.waiting(), most)
-        return [(request, self._why_waiting(request, rooms)) for request in first]
+        return self._why_waiting(islice(self.waiting(), most))
 
-    def _why_waiting(self, request: Request, rooms: Rooms) -> WaitReason:
+    def _why_waiting(self, requests: Iterable[Request]) -> list[tuple[Request, WaitReason]]:
         if self.is_paused:
-            return WaitReason("paused")
-        if request in self._gate:
-            is_compiled = self._gate.awaits_grammar(request.rid) is None
-            return WaitReason("program" if is_compiled else "grammar")
-        reason = self._admission.why_waiting(request, self._all_ranks, rooms, self._steps)
-        forced = self._forced_retract
-        if reason.kind == "step" and forced is not None and not forced.may_start(self.ranks):
-            return WaitReason("paused")
-        return reason
+            return [(request, WaitReason("paused")) for request in requests]
+        return self._reasons.find(requests, self._steps)
 
     @property
     def num_running(self) -> int:
@@ -476,25 +402,6 @@ class Scheduler:
         """Return whether `TakeOutputs` would return any."""
         return bool(self._outputs.outputs or self._outputs.rid_lists)
 
-    @property
-    def has_transfers(self) -> bool:
-        """Return whether `TakeTransfers` may return any."""
-        return any(tier.has_work for tier in self._all_ranks.host_tiers)
-
-    @property
-    def is_storing(self) -> bool:
-        """Return whether prefixes are on their way to the store below the host memory."""
-        return any(tier.is_storing for tier in self._all_ranks.host_tiers)
-
-    @property
-    def is_moving_out(self) -> bool:
-        """Return whether prefixes move, or wait to move, to host memory or the store."""
-        return any(tier.is_moving_out for tier in self._all_ranks.host_tiers)
-
-    def _take_transfers(self) -> Transfers:
-        taken = [tier.take() for tier in self._all_ranks.host_tiers]
-        return Transfers(*(tuple(chain(*each)) for each in zip(*taken, strict=True)))
-
     # -- views ------------------------------------------------------------------------------
 
     def check_balance(self) -> None:
@@ -545,5 +452,5 @@ class Scheduler:
             "verified_rows": self._all_ranks.num_verified,
             "steps_planned": self._steps,
             "nonfinite_rows": self.non_finite.num_rows,
-            "store_failures": self._num_store_failures,
+            "store_failures": self.offload.num_store_failures,
         }

@@ -4,6 +4,7 @@ The step then counts as launched: lengths are committed, and its prefill chunks 
 a built step must be launched.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from sgl_jax.core.step_plan import Int32Array, RankPlan, RowAdmission, StepPlan
-from sgl_jax.mem_cache.row_growth import commit_rows
+from sgl_jax.mem_cache.row_growth import commit_rows, grow_rows
 from sgl_jax.scheduler.in_flight_rows import SHARE, InFlightRows, Records, launch
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.state_plan import plan_states
@@ -20,6 +21,29 @@ from sgl_jax.scheduler.step_builder import StepBuilder
 _NONE_AHEAD = np.zeros(0, np.int32)
 # Of LAUNCHED, for `RankPlan`.
 _COLUMNS = ("own_row", "kv_start", "q_len", "samples", "relayed")
+
+
+def reserve_steps(ranks: Ranks, builders: Sequence[StepBuilder], most: int) -> Int32Array | None:
+    """Return the steps of each decode row, int32[n], rank by rank, in which at most `most` tokens
+    are generated; None for one step.
+
+    A plan has several steps if it has only decode rows, none of them with a grammar or with a
+    hidden state to return, and no request waits. A row's tokens after the first count like drafts:
+    they are certain once the result is read. No row gets a step after its last permitted token.
+    Rather than retract a request, all rows take one step if a rank lacks pages for more.
+    """
+    if any(builder.chunks for builder in builders):
+        return None
+    running, tables = ranks.running, ranks.tables
+    rows, bounds = ranks.join([builder.decode_rows for builder in builders])
+    if (running.has_grammar[rows] | running.returns_hidden[rows]).any():
+        return None
+    unread = running.unread_drafts[rows]
+    num_steps = np.minimum(running.max_len[rows] - running.planned_len[rows] - unread, most)
+    if num_steps.max() == 1:
+        return None
+    ends = tables.kv_committed_len[rows] + unread + num_steps
+    return num_steps if all(grow_rows(tables, ranks.memories, rows, ends, bounds)) else None
 
 
 def build_plan(
@@ -32,7 +56,7 @@ def build_plan(
     `num_steps` is the result of `reserve_steps`."""
     for builder in builders:
         if builder.chunks:
-            builder.trim_to_shape()
+            _trim_to_shape(builder, ranks.step_token_shapes)
     running, tables = ranks.running, ranks.tables
     chunks = [chunk for builder in builders for chunk in builder.chunks.items()]
     lens = [len(builder.decode_rows) + len(builder.chunks) for builder in builders]
@@ -87,6 +111,28 @@ def build_plan(
         if builder.chunks:
             builder.rank.prompts.offer(list(builder.chunks))
     return plan, InFlightRows(rows, bounds)
+
+
+def _trim_to_shape(builder: StepBuilder, shapes: Sequence[int]) -> None:
+    """Leave a few prefill tokens to the next step if that fills this step's shape exactly.
+
+    A step is padded to the next larger shape. With shapes of 128 and 512, a step of 135 tokens
+    would waste 377; instead it takes 128, and the next step the rest. Nothing is left if it would
+    delay more tokens than it takes, or more than the padding that it saves.
+    """
+    num_prefill = sum(builder.chunks.values())
+    total = len(builder.decode_rows) + int(builder.num_drafts.sum()) + num_prefill
+    index = bisect_left(shapes, total)
+    if index == len(shapes):
+        return
+    excess, num_padded = total - (shapes[index - 1] if index else 0), shapes[index] - total
+    if num_padded == 0 or 2 * excess > num_prefill or excess >= num_padded:
+        return
+    while excess:
+        row, count = builder.chunks.popitem()
+        if count > excess:
+            builder.chunks[row] = count - excess
+        excess -= min(count, excess)
 
 
 def _rank_plan(

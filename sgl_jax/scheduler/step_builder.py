@@ -14,7 +14,7 @@ request of a higher priority starts ahead of the chunks of lower priorities.
 A shortage of pages is ordinary: evict, then retract the request that costs least to recompute.
 """
 
-from bisect import bisect_left, insort_right
+from bisect import insort_right
 
 import numpy as np
 
@@ -184,10 +184,8 @@ class StepBuilder:
 
     def _plan_tokens(self) -> None:
         """Count the prompt tokens that the prefilling rows leave."""
-        self._num_left, self._num_scored_left = (
-            self.chunk_size,
-            self._sizes.max_prompt_logprob_tokens,
-        )
+        self._num_left = self.chunk_size
+        self._num_scored_left = self._sizes.max_prompt_logprob_tokens
         self.priority_floor, self.most_tokens = NO_FLOOR, NO_LIMIT
         self.open_tenants = self._shared = None
         self._levels.clear()
@@ -266,34 +264,6 @@ class StepBuilder:
         priority first, then the oldest."""
         return [row for row in self._prefilling if self._needs[row][0] > 1]
 
-    def trim_to_shape(self) -> None:
-        """Leave a few prefill tokens to the next step if that fills this step's shape exactly.
-
-        A step is padded to the next larger shape. With shapes of 128 and 512, a step of 135 tokens
-        would waste 377; instead it takes 128, and the next step the rest. Nothing is left if it
-        would delay more tokens than it takes, or more than the padding that it saves.
-        """
-        num_prefill = sum(self.chunks.values())
-        num_drafts = int(self.num_drafts.sum()) if self._sizes.max_draft_tokens else 0
-        total = len(self.decode_rows) + num_drafts + num_prefill
-        index = bisect_left(self._sizes.step_token_shapes, total)
-        larger = (
-            self._sizes.step_token_shapes[index]
-            if index < len(self._sizes.step_token_shapes)
-            else total
-        )
-        if larger == total:
-            return
-        smaller = self._sizes.step_token_shapes[index - 1] if index else 0
-        excess = total - smaller
-        if 2 * excess > num_prefill or excess >= larger - total:
-            return
-        while excess:
-            row, count = self.chunks.popitem()
-            if count > excess:
-                self.chunks[row] = count - excess
-            excess -= min(count, excess)
-
     # -- choosing rows ----------------------------------------------------------------------
 
     def _grow_or_retract(self, rows: RowIndex) -> RowIndex:
@@ -361,10 +331,8 @@ class StepBuilder:
     def _add_chunks(self) -> None:
         """Add a chunk of each prefilling row within the step's prompt tokens and memory."""
         running = self.rank.running
-        self._num_left, self._num_scored_left = (
-            self.chunk_size,
-            self._sizes.max_prompt_logprob_tokens,
-        )
+        self._num_left = self.chunk_size
+        self._num_scored_left = self._sizes.max_prompt_logprob_tokens
         shared, self.rank.short_debt = self._shared, self.rank.short_debt if self._shared else 0
         for row in self._prefilling:
             if self._num_left <= 0:

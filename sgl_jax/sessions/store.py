@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.messages import ForkSession, GenerateRequest, OpenSession, holder_of
-from sgl_jax.core.shares import Shares, tenant_text
+from sgl_jax.core.messages import ForkSession, GenerateRequest, OpenSession
+from sgl_jax.core.shares import Shares, holder_of, tenant_text
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.sessions.streaming import StreamingSession, turn_of
 from sgl_jax.sessions.tree import RegularSession

@@ -16,8 +16,8 @@ from sgl_jax.core.messages import (
     OpenSession,
     SessionTurn,
     StopRequest,
-    holder_of,
 )
+from sgl_jax.core.shares import holder_of
 from sgl_jax.core.step_plan import Int32Array
 
 _ROLLBACKS_KEPT = 16

@@ -17,8 +17,8 @@ from sgl_jax.core.messages import (
     OpenSession,
     SessionTurn,
     StopRequest,
-    holder_of,
 )
+from sgl_jax.core.shares import holder_of
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.sessions.streaming import NO_TOKENS, TurnOutline, append_turn, turn_name, turn_of
 

@@ -240,7 +240,7 @@ class ScriptedEngine:
     def read_memory(self, message: MemoryMessage) -> Reply:
         """Of the real scheduler that the test has put into `scheduler`."""
         # Here, since most scripts start without them.
-        from sgl_jax.engine.loop.replies import answer, refusal
+        from sgl_jax.core.engine_messages import answer, refusal
         from sgl_jax.memory_view.reader import MemoryReader
 
         try:

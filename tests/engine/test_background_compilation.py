@@ -21,7 +21,7 @@ from sgl_jax.core.step_plan import StepPlan
 from sgl_jax.engine.loop.core import EngineCore
 from sgl_jax.executor import compile_watch
 from sgl_jax.executor.buckets import Bucket
-from sgl_jax.executor.model_executor import LaunchedStep
+from sgl_jax.executor.layout import LaunchedStep
 from sgl_jax.executor.programs import Programs
 from sgl_jax.replay.__main__ import main as replay
 from tests.engine.scripted_channel import ScriptedChannel

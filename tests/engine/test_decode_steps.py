@@ -16,7 +16,8 @@ from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.step_plan import StepPlan
 from sgl_jax.engine.offline import Engine
 from sgl_jax.engine.offline_results import Generation
-from sgl_jax.executor.model_executor import LaunchedStep, ModelExecutor
+from sgl_jax.executor.layout import LaunchedStep
+from sgl_jax.executor.model_executor import ModelExecutor
 from tests.engine.test_windows_and_states import GOLDEN, SETTINGS
 
 FAMILIES = ("gemma3", "gpt_oss", "qwen3_next")

@@ -365,7 +365,7 @@ def test_all_flushes_are_answered_when_one_finds_a_defect(
     core = make_core("off", "repair")
     is_moving = [True]
     moving = property(lambda scheduler: is_moving[0])
-    monkeypatch.setattr(type(core.scheduler), "is_moving_out", moving)
+    monkeypatch.setattr(type(core.scheduler.offload), "is_moving_out", moving)
 
     def script() -> Iterator[list[FrontMessage]]:
         yield requests("a")

@@ -11,7 +11,8 @@ from sgl_jax.layers.head_sources import (
     Heads,
     Reordered,
 )
-from sgl_jax.layers.sources import Tensor, TensorKey
+from sgl_jax.layers.sources import Tensor
+from sgl_jax.layers.tensor_keys import TensorKey
 
 HIDDEN = 5
 SIZES = {"q": 16, "k": 8, "v": 8}

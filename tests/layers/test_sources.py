@@ -5,16 +5,15 @@ import pytest
 
 from sgl_jax.layers.sources import (
     Dequantized,
-    MatrixPart,
     OneOf,
     Padded,
     Placed,
     Slice,
     Stacked,
     Tensor,
-    TensorKey,
     row_size,
 )
+from sgl_jax.layers.tensor_keys import MatrixPart, TensorKey
 
 
 class Arrays(dict):

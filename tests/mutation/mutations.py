@@ -16,6 +16,9 @@ class Mutation(NamedTuple):
     after: str
 
 
+_DELAYS = "sgl_jax/scheduler/waiting/delays.py"
+_CAPACITY = "sgl_jax/scheduler/forecast/capacity.py"
+_WAIT_REASONS = "sgl_jax/scheduler/wait_reasons.py"
 _RELEASE = "sgl_jax/mem_cache/release.py"
 _PROMPTS = "sgl_jax/scheduler/running_prompts.py"
 _WRITES = "sgl_jax/mem_cache/offload/store_writes.py"
@@ -48,7 +51,6 @@ _RUNNING = "sgl_jax/scheduler/running_rows.py"
 _RUNNABLE = "sgl_jax/scheduler/runnable.py"
 _DRAFTS = "sgl_jax/scheduler/draft_policy.py"
 _KEPT = "sgl_jax/scheduler/kept_states.py"
-_STEPS = "sgl_jax/scheduler/decode_steps.py"
 _GATE = "sgl_jax/scheduler/program_gate.py"
 _COMMIT = "sgl_jax/scheduler/apply_result.py"
 _SCHEDULER = "sgl_jax/scheduler/scheduler.py"
@@ -673,14 +675,14 @@ MUTATIONS = (
     Mutation(
         "publish no part of a prompt before all of it",
         _PROMPTS,
-        "            if memory.cache.is_awaited(lease.node, self.next_key(row)):\n",
+        "            if memory.cache.cursors.is_awaited(lease.node, self.next_key(row)):\n",
         "            if self.next_key(row) is None:\n",
     ),
     Mutation(
         "keep what another published meanwhile",
-        _CACHE,
-        "        is_there = next_key in parent.children\n",
-        "        is_there = False\n",
+        _CURSORS,
+        "is_awaited = key in parent.children or ",
+        "is_awaited = ",
     ),
     Mutation(
         "go on publishing for a request that left",
@@ -1032,8 +1034,8 @@ MUTATIONS = (
     Mutation(
         "evict sessions for a request that does not fit even so",
         _FITS,
-        "                num_pages -= option.in_use\n                option.fits =",
-        "                num_pages -= option.in_use\n                option.fits = True or",
+        "            num_pages -= option.in_use\n            option.fits =",
+        "            num_pages -= option.in_use\n            option.fits = True or",
     ),
     Mutation(
         "let idle sessions hold what they like",
@@ -1398,8 +1400,8 @@ MUTATIONS = (
     Mutation(
         "choose in each step anew the rank that is held",
         _ADMISSION,
-        "self._holds = {r: k for r, k in self._holds.items() if self._waiting.find_due(r)}",
-        "self._holds = {}",
+        "self.holds = {r: k for r, k in self.holds.items() if self._waiting.find_due(r)}",
+        "self.holds = {}",
     ),
     Mutation(
         "hold the rank where most is lacking",
@@ -1416,14 +1418,14 @@ MUTATIONS = (
     Mutation(
         "wait for a better rank without an end",
         _ADMISSION,
-        "return best if self._waiting.is_staying(request, step) else cheapest",
+        "return best if self._waiting.delays.is_staying(request, step) else cheapest",
         "return best",
     ),
     Mutation(
         "wait for a better rank again and again",
         _ADMISSION,
         "        if stayed is None:\n",
-        "        if not self._waiting.is_staying(request, step):\n",
+        "        if not self._waiting.delays.is_staying(request, step):\n",
     ),
     Mutation(
         "start where most is to be computed",
@@ -1644,8 +1646,8 @@ MUTATIONS = (
     ),
     Mutation(
         "wait for what runs in the same row of another rank",
-        _QUEUE,
-        "        row += self._memories[dp_rank].rows.first_row\n",
+        _DELAYS,
+        "        row += dp_rank * self._num_rows\n",
         "",
     ),
     # -- whether a request fits
@@ -1801,13 +1803,13 @@ MUTATIONS = (
     ),
     Mutation(
         "find room where the forecast has one page less",
-        _FITS,
+        _CAPACITY,
         "if room.pages[j] + num_pages <= room.total:",
         "if room.pages[j] + num_pages <= room.total + 1:",
     ),
     Mutation(
         "find room at once",
-        _FITS,
+        _CAPACITY,
         "            return int(moments[j])\n    return int(moments[len(moments) - 1])",
         "            return int(moments[0])\n    return int(moments[len(moments) - 1])",
     ),
@@ -1892,8 +1894,8 @@ MUTATIONS = (
     Mutation(
         "start on the fullest of equal ranks",
         _FITS,
-        "is_better = is_full < best_is_full",
-        "is_better = is_full > best_is_full",
+        "is_better = option.is_full < options[best].is_full",
+        "is_better = option.is_full > options[best].is_full",
     ),
     Mutation(
         "take no notice of the free pages of a rank",
@@ -1993,13 +1995,13 @@ MUTATIONS = (
     ),
     Mutation(
         "say that the step lacks tokens where a rank is held",
-        _ADMISSION,
+        _WAIT_REASONS,
         "if self._waiting.pages_short(request, held_rooms, dp_rank, num_pages) <= 0:",
         "if self._waiting.pages_short(request, rooms, dp_rank, num_pages) <= 0:",
     ),
     Mutation(
         "say that pages are lacking where a rank is held",
-        _ADMISSION,
+        _WAIT_REASONS,
         "            if short[dp_rank] <= 0:\n                behind = holders[dp_rank]\n",
         "            pass\n",
     ),
@@ -2017,15 +2019,15 @@ MUTATIONS = (
     ),
     Mutation(
         "state the hold of a step later",
-        _ADMISSION,
+        _WAIT_REASONS,
         "max(hold.until_step - step + 1, 0)",
         "max(hold.until_step - step + 1, 0) + 8",
     ),
     Mutation(
         "name a due request whose rank is held for a more important one",
         _ADMISSION,
-        "        self._holds.pop(request.rid, None)\n        self._holds[request.rid] = hold",
-        "        self._holds[request.rid] = hold",
+        "        self.holds.pop(request.rid, None)\n        self.holds[request.rid] = hold",
+        "        self.holds[request.rid] = hold",
     ),
     Mutation(
         "forecast by the chunk size of the engine's start",
@@ -2085,8 +2087,8 @@ MUTATIONS = (
     Mutation(
         "pass over what may not run there",
         "sgl_jax/scheduler/waiting/queue_loops.py",
-        "if not may_run[line] or not is_waiting[line] or held_until[line]:\n",
-        "if not is_waiting[line] or held_until[line]:\n",
+        "if not may_run[line] or not lines.is_waiting[line] or lines.held_until[line]:\n",
+        "if not lines.is_waiting[line] or lines.held_until[line]:\n",
     ),
     Mutation(
         "let all that were passed over start one after the other",
@@ -3638,7 +3640,7 @@ MUTATIONS = (
     Mutation(
         "store: flush while prefixes are on their way",
         "sgl_jax/scheduler/scheduler.py",
-        "        if self.num_running or self.is_storing:\n",
+        "        if self.num_running or self.offload.is_storing:\n",
         "        if self.num_running:\n",
     ),
     Mutation(
@@ -3655,9 +3657,9 @@ MUTATIONS = (
     ),
     Mutation(
         "store: try requests no more after their prefix has arrived",
-        "sgl_jax/scheduler/scheduler.py",
-        "        for rid in host.take_released():\n            self._waiting.note_event(rid)\n",
-        "        host.take_released()\n",
+        "sgl_jax/scheduler/offload.py",
+        "            self._waiting.note_event(rid)\n",
+        "            pass\n",
     ),
     Mutation(
         "store: move the blocks of a transfer that was given up",
@@ -3764,7 +3766,7 @@ MUTATIONS = (
     ),
     Mutation(
         "not finite: publish below a withdrawn node again and again",
-        _CACHE,
+        _CURSORS,
         "return is_awaited and not parent.is_withdrawn",
         "return is_awaited",
     ),
@@ -4062,8 +4064,8 @@ MUTATIONS = (
     Mutation(
         "room: take what lacks on the first rank for what lacks on each",
         _FITS,
-        "room, option, num_pages = rooms[k], options[k], need.pages",
-        "room, option, num_pages = rooms[0], options[k], need.pages",
+        "room, option, is_open = rooms[k], options[k], open_tenants[k, tenant]",
+        "room, option, is_open = rooms[0], options[k], open_tenants[k, tenant]",
     ),
     Mutation(
         "room: leave out pages in use that a start would share",
@@ -4109,13 +4111,13 @@ MUTATIONS = (
     ),
     Mutation(
         "steps: let a row with a grammar take several",
-        _STEPS,
+        _BUILDER,
         "    if (running.has_grammar[rows] | running.returns_hidden[rows]).any():\n",
         "    if running.returns_hidden[rows].any():\n",
     ),
     Mutation(
         "steps: let a row that returns a hidden state take several",
-        _STEPS,
+        _BUILDER,
         "    if (running.has_grammar[rows] | running.returns_hidden[rows]).any():\n",
         "    if running.has_grammar[rows].any():\n",
     ),
@@ -4151,7 +4153,7 @@ MUTATIONS = (
     ),
     Mutation(
         "steps: take several next to a chunk of a prompt",
-        _STEPS,
+        _BUILDER,
         "    if any(builder.chunks for builder in builders):\n        return None\n",
         "",
     ),
@@ -4163,19 +4165,19 @@ MUTATIONS = (
     ),
     Mutation(
         "steps: go past the limit by the steps of a launch in flight",
-        _STEPS,
+        _BUILDER,
         "running.max_len[rows] - running.planned_len[rows] - unread, most)",
         "running.max_len[rows] - running.planned_len[rows], most)",
     ),
     Mutation(
         "steps: reserve no slots for the steps of a launch in flight",
-        _STEPS,
+        _BUILDER,
         "tables.kv_committed_len[rows] + unread + num_steps",
         "tables.kv_committed_len[rows] + num_steps",
     ),
     Mutation(
         "steps: take several without slots for them",
-        _STEPS,
+        _BUILDER,
         "return num_steps if all(grow_rows(tables, ranks.memories, rows, ends, bounds)) else None",
         "return num_steps if grow_rows(tables, ranks.memories, rows, ends, bounds) else None",
     ),
@@ -4290,7 +4292,7 @@ MUTATIONS = (
     Mutation(
         "working set: hold requests where nothing runs",
         _ADMISSION,
-        "            self._waiting.release_held()  # no step would come\n",
+        "            self._waiting.delays.release_held()  # no step would come\n",
         "            pass\n",
     ),
     Mutation(
@@ -4308,7 +4310,7 @@ MUTATIONS = (
     Mutation(
         "working set: count passes over requests that wait for it",
         _LINES,
-        " or held_until[line]:\n",
+        " or lines.held_until[line]:\n",
         ":\n",
     ),
     Mutation(

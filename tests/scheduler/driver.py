@@ -239,7 +239,7 @@ class Driver:
         """Report the transfers that have ended, and begin others."""
         for end in self.oracle.host.ended():
             self.scheduler.handle(TransferEnded(end))
-        if self.scheduler.has_transfers:
+        if self.scheduler.offload.has_transfers:
             self.oracle.host.transfer(self.scheduler.handle(TakeTransfers()))
 
     def launch_and_read(self, plan: StepPlan | None) -> None:
@@ -288,7 +288,7 @@ class Driver:
         """Step until idle, then prove the ledger."""
         for _ in range(max_steps):
             self.step()
-            is_moving = self.scheduler.has_transfers or self.oracle.host.num_in_flight
+            is_moving = self.scheduler.offload.has_transfers or self.oracle.host.num_in_flight
             if self.scheduler.is_idle and not self.in_flight and not is_moving:
                 self.check_idle()
                 return

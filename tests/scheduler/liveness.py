@@ -178,7 +178,7 @@ class Liveness:
                 num_left += num_tokens // sizes.max_chunk_tokens
                 held = {
                     hold.dp_rank
-                    for rid, hold in scheduler._admission._holds.items()
+                    for rid, hold in scheduler._admission.holds.items()
                     if rid != request.rid
                     and scheduler._requests[rid].priority >= request.priority
                     and step + num_left > hold.until_step

@@ -52,7 +52,7 @@ def num_calls_to_try(num_prompts: int) -> int:
     rows = [memory.open_lease(np.zeros(0, np.int32)).row for memory in queue.memories]
     for arrival in range(num_prompts):
         dp_rank = arrival % 2
-        queue.waiting.follow(queue.add(arrival, 32), dp_rank, rows[dp_rank], 16)
+        queue.waiting.delays.follow(queue.add(arrival, 32), dp_rank, rows[dp_rank], 16)
     calls = 0
 
     def count(frame: object, event: str, argument: object) -> None:

@@ -10,7 +10,8 @@ from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
 from sgl_jax.scheduler.admission.admission import Admission
 from sgl_jax.scheduler.admission.rank_capacity import RankCapacities, RankCapacity
 from sgl_jax.scheduler.admission.rank_options import RankOptions
-from sgl_jax.scheduler.forecast.fits import NO_FLOOR, Rooms
+from sgl_jax.scheduler.forecast.capacity import Rooms
+from sgl_jax.scheduler.forecast.fits import NO_FLOOR
 from sgl_jax.scheduler.preemption import Preemptible
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request, RequestState
@@ -514,7 +515,7 @@ def test_a_rank_is_held_for_the_most_important_of_the_due_requests(dp_size: int)
         for _ in range(4):
             driver.step()
     assert {r.rid for r in due_of(driver.scheduler._waiting)} == {"due 0", "due 5"}
-    holds = driver.scheduler._admission._holds
+    holds = driver.scheduler._admission.holds
     assert [hold.dp_rank for hold in holds.values()] == [0, 0]
     holds["due 0"] = holds.pop("due 0")  # as if it had begun while the other awaited a prefix
     driver.submit(generate("between", [40], 110, priority=3, dp_rank=0))

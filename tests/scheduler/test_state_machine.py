@@ -241,7 +241,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def flush(self) -> None:
         scheduler = self.driver.scheduler
-        was_free = not (scheduler.num_running or scheduler.is_storing)
+        was_free = not (scheduler.num_running or scheduler.offload.is_storing)
         assert self.driver.scheduler.handle(Flush()) == was_free
         if was_free:
             assert all(view.cached_pages == 0 for view in self.driver.scheduler.memory_views())
@@ -298,7 +298,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def new_weights(self, keeps_running: bool) -> None:
         """Between two steps; no request finds what was computed before."""
         driver, scheduler = self.driver, self.driver.scheduler
-        if scheduler.is_storing:
+        if scheduler.offload.is_storing:
             return  # the loop gives writes up first
         running = {rid for rid in self.live() if scheduler._requests[rid].lease is not None}
         kept = scheduler.handle(NewWeights(keeps_running))

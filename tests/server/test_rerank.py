@@ -10,7 +10,7 @@ from tokenizers import AddedToken
 
 from sgl_jax.core.engine_messages import TokenLogprobs
 from sgl_jax.core.messages import GenerateRequest
-from sgl_jax.text.rerank_templates import RERANK_TEMPLATES
+from sgl_jax.server.apis.scores import RERANK_TEMPLATES
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.engine.scripted_engine import ScriptedEngine
 from tests.server.conftest import Rig, serving, text_workers

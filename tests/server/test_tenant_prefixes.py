@@ -45,11 +45,11 @@ async def served(folder: Path, settings: dict[str, Any]) -> AsyncIterator[Rig]:
     engine = await asyncio.to_thread(lambda: demo_engine(**own))
     tokenizer = Tokenizer.load(DEMO)
     async with serving(Path(DEMO), tokenizer, engine=engine, **own) as rig:
-        scheduler = engine.core.scheduler
-        await meanwhile_until(lambda: not scheduler.is_restoring, "the cache is restored")
+        offload = engine.core.scheduler.offload
+        await meanwhile_until(lambda: not offload.is_restoring, "the cache is restored")
         yield rig
         await meanwhile_until(
-            lambda: not (scheduler.is_moving_out or scheduler.is_storing), "the store has all"
+            lambda: not (offload.is_moving_out or offload.is_storing), "the store has all"
         )
 
 

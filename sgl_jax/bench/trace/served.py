@@ -180,7 +180,7 @@ class _Replay:
             self._launch(plan)
         if self._in_flight and (plan is None or len(self._in_flight) > 1):
             self._read_oldest()
-        elif plan is None and not self._scheduler.has_transfers:
+        elif plan is None and not self._scheduler.offload.has_transfers:
             self._wait_for_arrival()
         batch = self._timed(self._scheduler.handle, TakeOutputs())
         if batch is not None:
@@ -192,7 +192,7 @@ class _Replay:
     def _transfer(self, link: HostLink) -> None:
         for end in link.ended(self._now_s):
             self._timed(self._scheduler.handle, TransferEnded(end))
-        if self._scheduler.has_transfers:
+        if self._scheduler.offload.has_transfers:
             link.begin(self._timed(self._scheduler.handle, TakeTransfers()), self._now_s)
 
     def _timed(self, call: Callable[..., T], *values: Any) -> T:

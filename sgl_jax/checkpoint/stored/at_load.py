@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from sgl_jax.checkpoint.stored.reader import FLOATS, Expected, Files
 from sgl_jax.core.layer_configs import GREATEST
-from sgl_jax.layers.sources import Index, MatrixPart, Shape
+from sgl_jax.layers.tensor_keys import Index, MatrixPart, Shape
 from sgl_jax.models.quantization import Rule
 
 _TYPES = {"int8": np.int8, "int4": ml_dtypes.int4, "fp8": ml_dtypes.float8_e4m3fn}

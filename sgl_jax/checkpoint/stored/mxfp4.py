@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from sgl_jax.checkpoint.stored.reader import Expected, Files, positions, read_positions
 from sgl_jax.core.layer_configs import MXFP4_GROUP
-from sgl_jax.layers.sources import Index, MatrixPart, Shape
+from sgl_jax.layers.tensor_keys import Index, MatrixPart, Shape
 from sgl_jax.models.quantization import Rule
 
 _BYTES = frozenset({"U8"})

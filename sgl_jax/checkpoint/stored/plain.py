@@ -18,7 +18,7 @@ from sgl_jax.checkpoint.stored.reader import (
     positions,
     read_positions,
 )
-from sgl_jax.layers.sources import Index, MatrixPart, Shape
+from sgl_jax.layers.tensor_keys import Index, MatrixPart, Shape
 from sgl_jax.models.quantization import Rule
 
 

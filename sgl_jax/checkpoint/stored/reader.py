@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from sgl_jax.layers.sources import Index, MatrixPart, Shape
+from sgl_jax.layers.tensor_keys import Index, MatrixPart, Shape
 
 FLOATS = frozenset({"F32", "F16", "BF16"})
 

@@ -10,7 +10,8 @@ from sgl_jax.checkpoint.stored.mxfp4 import Mxfp4Reader
 from sgl_jax.checkpoint.stored.packed import PackedReader
 from sgl_jax.checkpoint.stored.plain import PlainReader
 from sgl_jax.checkpoint.stored.reader import FLOATS, Expected, Files, Reader
-from sgl_jax.layers.sources import Index, Shape, TensorKey, swapped
+from sgl_jax.layers.sources import swapped
+from sgl_jax.layers.tensor_keys import Index, Shape, TensorKey
 from sgl_jax.models.quantization import Packing, QuantizationConfig, Rule
 
 _READERS: Mapping[Packing, Callable[[Rule], Reader]] = {

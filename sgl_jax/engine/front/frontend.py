@@ -22,11 +22,7 @@ from sgl_jax.core.engine_messages import (
     RequestOutput,
     WeightsChanged,
 )
-from sgl_jax.core.errors import (
-    EngineDeadError,
-    QueueFullError,
-    ShuttingDownError,
-)
+from sgl_jax.core.errors import EngineDeadError, QueueFullError, ShuttingDownError
 from sgl_jax.core.messages import (
     AbortRequest,
     CallMessage,
@@ -382,18 +378,14 @@ class Frontend:
 
     def _end(self, stream: RequestStream, now: float, *, stopped_here: bool) -> None:
         """End a stream; notify the engine if a stop string was found here (`stopped_here`)."""
-        del self._streams[stream.request.rid]
+        rid, session = stream.request.rid, stream.request.session
+        del self._streams[rid]
         stream.finished_at = now
         assert stream.finish is not None
         if stopped_here:
+            count = stream.num_output_tokens
             with contextlib.suppress(EngineDeadError):
-                self._send(
-                    StopRequest(
-                        rid=stream.request.rid,
-                        num_output_tokens=stream.num_output_tokens,
-                        session=stream.request.session,
-                    )
-                )
+                self._send(StopRequest(rid=rid, num_output_tokens=count, session=session))
         if stream.finish.type == "abort":
             self.metrics.aborted.inc()
         else:
@@ -402,10 +394,5 @@ class Frontend:
 
     def _log_end(self, stream: RequestStream, how: str) -> None:
         if self._log_requests:
-            logger.info(
-                "request %r: %s after %d tokens and %.3f s",
-                stream.request.rid,
-                how,
-                stream.num_output_tokens,
-                stream.e2e_latency_s,
-            )
+            facts = stream.request.rid, how, stream.num_output_tokens, stream.e2e_latency_s
+            logger.info("request %r: %s after %d tokens and %.3f s", *facts)

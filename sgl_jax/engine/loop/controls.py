@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sgl_jax.core import calls, messages
-from sgl_jax.core.engine_messages import Reply
+from sgl_jax.core.engine_messages import Reply, answer, refusal
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.weight_messages import (
@@ -26,7 +26,6 @@ from sgl_jax.core.weight_messages import (
     UpdateWeightsFromTensor,
 )
 from sgl_jax.engine.channels import Channel
-from sgl_jax.engine.loop.replies import answer, refusal
 from sgl_jax.engine.loop.saved_cache import CacheSaver
 from sgl_jax.engine.loop.weight_updates import UpdatedEngine, WeightUpdates
 from sgl_jax.executor.expert_recorder import ExpertRecorder
@@ -114,7 +113,7 @@ class PendingFlushes:
         if self._scheduler.is_paused:  # paused requests compute their KV again
             self._scheduler.handle(RetractAll())
         is_running = self._scheduler.num_running > 0
-        may_flush = not is_running and not self._scheduler.is_moving_out
+        may_flush = not is_running and not self._scheduler.offload.is_moving_out
         try:
             is_flushed = may_flush and self._scheduler.handle(Flush())
         except MemoryDefectError:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from sgl_jax.core.calls import WithReply
-from sgl_jax.core.engine_messages import EndRequested, EngineInfo, OutputBatch
+from sgl_jax.core.engine_messages import EndRequested, EngineInfo, OutputBatch, refusal
 from sgl_jax.core.messages import (
     CALL_OF,
     AbortRequest,
@@ -30,7 +30,6 @@ from sgl_jax.engine.loop.decode_steps import DecodeStepChoice
 from sgl_jax.engine.loop.kv_events import KVEventsConfig, open_kv_events
 from sgl_jax.engine.loop.memory_audit import BackgroundAudit, DefectRecord
 from sgl_jax.engine.loop.offload_transfers import OffloadTransfers
-from sgl_jax.engine.loop.replies import refusal
 from sgl_jax.engine.loop.request_grammars import RequestGrammars
 from sgl_jax.engine.loop.request_stamps import RequestStamps
 from sgl_jax.engine.loop.saved_cache import CacheSaver
@@ -245,7 +244,7 @@ class EngineCore:
 
     def _is_moving(self) -> bool:
         """Return whether background work may end soon while no step can be planned."""
-        is_restoring = self._saver is not None and self.scheduler.is_restoring
+        is_restoring = self._saver is not None and self.scheduler.offload.is_restoring
         is_busy = bool(self._controls.updates.stagings) or self._grammars.is_busy
         return is_restoring or bool(self._controls.flushes.calls) or is_busy
 

@@ -55,7 +55,7 @@ class OffloadTransfers:
         ended_due_s = self._report_ended()
         if self._due_s:
             self._give_up_waiting(time.monotonic())
-        if self._scheduler.has_transfers:
+        if self._scheduler.offload.has_transfers:
             transfers: Transfers = self._scheduler.handle(TakeTransfers())
             if self._store_timeout_s is not None:
                 transfers = self._limited(transfers, self._store_timeout_s, ended_due_s)
@@ -98,13 +98,13 @@ class OffloadTransfers:
     def settle(self, limit_s: float) -> None:
         """Wait up to `limit_s` seconds for prefixes being written to CPU memory and the store."""
         end_s = time.monotonic() + limit_s
-        while self._scheduler.is_moving_out and time.monotonic() < end_s:
+        while self._scheduler.offload.is_moving_out and time.monotonic() < end_s:
             self.move()
             time.sleep(_POLL_S)
 
     def give_up_puts(self) -> None:
         """Fail all transfers of the store without waiting, so that their pages can be freed."""
-        while self._scheduler.is_storing:
+        while self._scheduler.offload.is_storing:
             self.move()  # begins planned transfers
             if self._executor.store is not None:
                 self._executor.store.give_up()

@@ -11,8 +11,8 @@ from llguidance import LLMatcher
 
 from sgl_jax.core.engine_messages import FinishReason
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.messages import AbortRequest, GenerateRequest, holder_of
-from sgl_jax.core.shares import tenant_text
+from sgl_jax.core.messages import AbortRequest, GenerateRequest
+from sgl_jax.core.shares import holder_of, tenant_text
 from sgl_jax.core.step_plan import Int32Array, StepPlan, mask_words
 from sgl_jax.grammar.compile_queue import CompileQueue, Job
 from sgl_jax.grammar.compiler import GrammarCompiler

@@ -152,7 +152,7 @@ class CacheSaver:
 
     def save(self) -> "Future[int]":
         """Save the cache on another thread. The future holds the number of saved tokens."""
-        saved = SavedCache(self._scheduler.saved_sessions(), self._scheduler.saved_trees())
+        saved = SavedCache(self._scheduler.saved_sessions(), self._scheduler.offload.saved_trees())
         self._last = self._thread.submit(self._write, saved, self._store.fingerprint)
         return self._last
 

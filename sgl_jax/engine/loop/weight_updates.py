@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from sgl_jax.checkpoint.array_tensors import read_safetensors
 from sgl_jax.checkpoint.errors import CheckpointError
 from sgl_jax.core import calls
-from sgl_jax.core.engine_messages import Reply, WeightsChanged
+from sgl_jax.core.engine_messages import Reply, WeightsChanged, answer, refusal
 from sgl_jax.core.messages import AbortRequest
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.weight_messages import (
@@ -22,7 +22,6 @@ from sgl_jax.core.weight_messages import (
     UpdateWeightsFromTensor,
 )
 from sgl_jax.engine.channels import Channel
-from sgl_jax.engine.loop.replies import answer, refusal
 from sgl_jax.engine.loop.step_pipeline import StepPipeline
 from sgl_jax.engine.watchdog import Watchdog
 from sgl_jax.executor.model_executor import ModelExecutor

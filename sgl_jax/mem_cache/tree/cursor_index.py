@@ -120,12 +120,24 @@ class CursorIndex:
             return prefix.children.get(key)
         return prefix if prefix.key_at(node.end) == key else None
 
-    def filed(self, node: TreeNode, key: bytes | None, most: int) -> list[SharedPrefix]:
-        """Return up to `most` followed prefixes that a new child of `node` would move."""
-        first = self.waiting_for(node, key)
-        if first is None:
-            return []
-        return list(islice((each for each in first.shared_prefixes() if each.num_prompts), most))
+    def is_awaited(self, node: TreeNode | None, key: bytes | None) -> bool:
+        """Return whether a child under `key` after `node` (None: the root) would be useful if it
+        became cached: a walk ends there without it, or another request has cached it by now."""
+        parent = node or self._root
+        is_awaited = key in parent.children or self.waiting_for(parent, key) is not None
+        return is_awaited and not parent.is_withdrawn
+
+    def awaited_lens(
+        self, node: TreeNode | None, key: bytes | None, tokens: Int32Array, most: int
+    ) -> list[int]:
+        """Return how many of `tokens`, in whole pages, each of at most `most` prompts awaits after
+        `node`. Their walks end there because the child under `key` is missing."""
+        parent = node or self._root
+        first = self.waiting_for(parent, key)
+        followed = (each for each in first.shared_prefixes() if each.num_prompts) if first else ()
+        return [
+            self._num_common(each.tokens[parent.end :], tokens) for each in islice(followed, most)
+        ]
 
     def num_awaiting(self, node: TreeNode, key: bytes, most: int) -> int:
         """Count up to `most` prompts that would continue from `node` through a child under `key`;

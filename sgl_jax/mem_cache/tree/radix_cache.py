@@ -20,7 +20,6 @@ from sgl_jax.mem_cache.eviction.adaptive_policy import AdaptivePolicy
 from sgl_jax.mem_cache.eviction.eviction_policy import EVICTION_POLICIES, EvictionPolicy
 from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
 from sgl_jax.mem_cache.tree.full_component import BareTokens, FullComponent
-from sgl_jax.mem_cache.tree.prefix_cursor import common_prefix_len
 from sgl_jax.mem_cache.tree.prompt_tree import PromptTree, RankPrompts
 from sgl_jax.mem_cache.tree.radix_tree import RadixTree
 from sgl_jax.mem_cache.tree.tree_component import FirstPages, LeaseOffer
@@ -198,25 +197,6 @@ class RadixCache:
     def next_key(self, node: TreeNode | None, tokens: Int32Array, namespace: str) -> bytes | None:
         """Return the key of `node`'s (None: the root's) child for `tokens`, a page or more."""
         return self.tree.key_at(node.end if node else 0, tokens, namespace)
-
-    def is_awaited(self, node: TreeNode | None, next_key: bytes | None) -> bool:
-        """Return whether a child under `next_key` after `node` would be useful if accepted: a
-        cursor's walk ends there without it, or another request has cached it by now."""
-        parent = node or self.tree.root
-        is_there = next_key in parent.children
-        is_awaited = is_there or self.cursors.waiting_for(parent, next_key) is not None
-        return is_awaited and not parent.is_withdrawn
-
-    def awaited_lens(
-        self, node: TreeNode | None, next_key: bytes | None, tokens: Int32Array, most: int
-    ) -> list[int]:
-        """Return how many of `tokens`, in whole pages, each of at most `most` prompts awaits after
-        `node`. Their walks end there because the child under `next_key` is missing."""
-        parent, page_size = node or self.tree.root, self.tree.page_size
-        return [
-            common_prefix_len(prefix.tokens[parent.end :], tokens) // page_size * page_size
-            for prefix in self.cursors.filed(parent, next_key, most)
-        ]
 
     def finds(self, node: TreeNode | None) -> bool:
         """Return whether matches find the prefix that ends at `node`, which a lease has locked."""

@@ -27,14 +27,13 @@ from sgl_jax.scheduler.admission.rank_capacity import (
     RankCapacity,
 )
 from sgl_jax.scheduler.admission.rank_options import RankOptions
-from sgl_jax.scheduler.forecast.fits import NO_FLOOR, NO_LIMIT, NO_RANK, Rooms
+from sgl_jax.scheduler.forecast.fits import NO_FLOOR, NO_LIMIT, NO_RANK
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.step_builder import StepBuilder
 from sgl_jax.scheduler.tenants import Tenants
 from sgl_jax.scheduler.waiting.admission_order import Offer
-from sgl_jax.scheduler.waiting.wait_reason import WaitKind, WaitReason
 from sgl_jax.scheduler.waiting.waiting_queue import WaitingQueue
 from sgl_jax.scheduler.working_set import HOLD_STEPS
 
@@ -62,6 +61,9 @@ class Admission:
         args: the scheduler's arguments; may be replaced later.
         home_of: returns the memory with the lease of a request's session, if any.
         tenants: the tenants of the requests.
+
+    Attributes:
+        holds: the held ranks, by rid of a due request; of several for one rank, the last applies.
     """
 
     def __init__(
@@ -75,8 +77,7 @@ class Admission:
         self._tenants = tenants
         self.args = args
         self._home_of = home_of
-        # By rid of a due request; of several for one rank, the last applies.
-        self._holds: dict[str, Hold] = {}
+        self.holds: dict[str, Hold] = {}
         self._next_rank = 0  # for round_robin
 
     def admit_into(self, ranks: Ranks, builders: Sequence[StepBuilder], step: int) -> None:
@@ -87,12 +88,12 @@ class Admission:
         threshold = self.args.priority_scheduling_preemption_threshold
         may_preempt = [_may_preempt(builder, highest - threshold) for builder in builders]
         if not any(len(builder.rank.running) for builder in builders):
-            self._waiting.release_held()  # no step would come
+            self._waiting.delays.release_held()  # no step would come
         if not any(may_preempt) and not self._has_tokens(builders, highest, step):
             return
         rooms = RankCapacities(ranks, builders, self._waiting)
         num_tenants = self._tenants.num_numbers
-        self._holds = {r: k for r, k in self._holds.items() if self._waiting.find_due(r)}
+        self.holds = {r: k for r, k in self.holds.items() if self._waiting.find_due(r)}
         offer = Offer(
             rooms.records,
             np.array(may_preempt),
@@ -164,14 +165,14 @@ class Admission:
                 return True
             elif self._waiting.is_starved(request):
                 room = self._hold_for(rooms, request, step)
-            elif preemptible and not self._waiting.is_following(request):
+            elif preemptible and not self._waiting.delays.is_following(request):
                 num_failed += 1
                 if num_failed == MAX_FAILED_PREEMPTIONS:
                     offer.may_preempt[:] = False
                     return True
             if room is not None:
                 _note_open_tenants(offer, room.dp_rank, room.open_tenants)
-            if self._waiting.is_following(request):
+            if self._waiting.delays.is_following(request):
                 num_following += 1
                 if num_following >= MAX_DEFERRED:
                     offer.passed_by.append(request.line)
@@ -182,7 +183,7 @@ class Admission:
     def _defer(self, room: RankCapacity, request: Request, chosen: Option) -> None:
         """Defer `request` until a rank has room, or a prefix is computed there."""
         if chosen.leader is not None:
-            self._waiting.follow(request, chosen.dp_rank, *chosen.leader)
+            self._waiting.delays.follow(request, chosen.dp_rank, *chosen.leader)
             room.rank.prompts.keep_branch(*chosen.leader)
         cursor = self._waiting.cursor(request, room.dp_rank)
         room.stay(room.rank.num_pages_needed(request, cursor))
@@ -200,7 +201,7 @@ class Admission:
             and rank.working_set.holds(request, chosen.num_read)
         )
         if is_held:
-            self._waiting.hold_until(request, step + HOLD_STEPS)
+            self._waiting.delays.hold_until(request, step + HOLD_STEPS)
         return is_held
 
     def _fetches_for(self, room: RankCapacity, request: Request) -> bool:
@@ -210,7 +211,7 @@ class Admission:
             return False
         found = room.fetch(request, self._waiting.cursor(request, room.dp_rank))
         if found is not None:
-            self._waiting.follow(request, room.dp_rank, *found)
+            self._waiting.delays.follow(request, room.dp_rank, *found)
         return found is not None
 
     # -- requests that do not fit -------------------------------------------------------------
@@ -225,7 +226,7 @@ class Admission:
         for dp_rank in options.ranks:
             options.confirm([dp_rank])
             if (leader := options.leaders.get(dp_rank)) is not None:
-                self._waiting.follow(request, dp_rank, *leader)
+                self._waiting.delays.follow(request, dp_rank, *leader)
                 rooms[dp_rank].rank.prompts.keep_branch(*leader)
                 return False
         best = None
@@ -244,7 +245,7 @@ class Admission:
 
     def _hold_for(self, rooms: RankCapacities, request: Request, step: int) -> RankCapacity | None:
         """Hold a rank for a due request and return its room; None if it is held for another."""
-        hold = self._holds.get(request.rid)
+        hold = self.holds.get(request.rid)
         if hold is None:
             open_rooms = [room for room in _allowed(rooms, request) if not room.is_held]
             if not open_rooms:
@@ -258,8 +259,8 @@ class Admission:
         num_pages = room.rank.num_pages_needed(request, cursor)
         if hold is None:
             hold = Hold(room.dp_rank, step + max(room.steps_to_room(num_pages), 1))
-        self._holds.pop(request.rid, None)
-        self._holds[request.rid] = hold  # comes last now
+        self.holds.pop(request.rid, None)
+        self.holds[request.rid] = hold  # comes last now
         room.hold(request, num_pages, max(hold.until_step - step, 0))
         return room
 
@@ -274,70 +275,6 @@ class Admission:
 
         return min(rooms, key=shortage)
 
-    # -- reasons to wait ----------------------------------------------------------------------
-
-    def why_waiting(self, request: Request, ranks: Ranks, rooms: Rooms, step: int) -> WaitReason:
-        """Return the reason why `request` waits, with step number `step` planned next. `rooms`,
-        ROOM[ranks], are the forecast capacities of the ranks."""
-        if not self._tenants.may_run(request.tenant):
-            return WaitReason("tenant")
-        for rank in ranks.ranks:
-            if rank.host.awaits_store(request):
-                return WaitReason("store", dp_rank=rank.dp_rank)
-        leader = self._waiting.leader_of(request)
-        if leader is not None:
-            dp_rank, row = leader
-            leader_request = ranks.ranks[dp_rank].running.requests[row]
-            if leader_request is None:
-                return WaitReason("fetch", dp_rank=dp_rank)
-            return WaitReason("prefix", behind=leader_request.rid)
-        if self._waiting.is_held(request, step):
-            return WaitReason("working_set")
-        if self._waiting.is_staying(request, step):
-            return WaitReason("rank", dp_rank=self._waiting.deferred_rank(request))
-        with_row = [rank for rank in _allowed(ranks.ranks, request) if rank.has_row]
-        if not with_row:
-            return WaitReason("rows")
-        held_rooms, holders = self._held(rooms, ranks, step)
-        short: dict[int, int] = {}
-        behind: str | None = None
-        for rank in with_row:
-            dp_rank = rank.dp_rank
-            num_pages = rank.num_pages_needed(request, self._waiting.cursor(request, dp_rank))
-            if self._waiting.pages_short(request, held_rooms, dp_rank, num_pages) <= 0:
-                return WaitReason("step")
-            short[dp_rank] = self._waiting.pages_short(request, rooms, dp_rank, num_pages)
-            if short[dp_rank] <= 0:
-                behind = holders[dp_rank]
-        return (
-            WaitReason("pages", pages_short=short)
-            if behind is None
-            else WaitReason("order", behind=behind)
-        )
-
-    def _held(self, rooms: Rooms, ranks: Ranks, step: int) -> tuple[Rooms, dict[int, str]]:
-        """Return `rooms` with the holds of the last planned step, and the requests' ids by rank."""
-        held, holders = rooms.copy(), {}
-        for rid, hold in reversed(self._holds.items()):
-            request = self._waiting.find_due(rid)
-            dp_rank = hold.dp_rank
-            if request is None or dp_rank in holders:
-                continue
-            holders[dp_rank] = rid
-            cursor = self._waiting.cursor(request, dp_rank)
-            num_pages = ranks.ranks[dp_rank].num_pages_needed(request, cursor)
-            num_steps = max(hold.until_step - step + 1, 0)
-            self._waiting.hold(request, held, dp_rank, num_pages, num_steps)
-        return held, holders
-
-    def count_waiting(self, ranks: Ranks, rooms: Rooms, step: int) -> dict[WaitKind, int]:
-        """Return the number of requests that wait by reason, with step number `step` planned next.
-        `rooms`, ROOM[ranks], are the forecast capacities of the ranks."""
-        has_row = np.array([rank.has_row for rank in ranks.ranks])
-        fetching = [row for rank in ranks.ranks for row in rank.host.fetching_rows()]
-        held_rooms, _ = self._held(rooms, ranks, step)
-        return self._waiting.count_kinds(rooms, held_rooms, has_row, step, fetching)
-
     # -- choice of a rank ---------------------------------------------------------------------
 
     def _choose(
@@ -349,7 +286,7 @@ class Admission:
         step: int,
     ) -> Option | None:
         """Return the best rank for a request, even if it must wait; None if it fits no rank now."""
-        home, stayed = self._home_of(request), self._waiting.deferred_rank(request)
+        home, stayed = self._home_of(request), self._waiting.delays.deferred_rank(request)
         options.begin(request, home)
         if self.args.load_balance_method == "round_robin" and home is None:
             # A request that waited for a prefix in flight goes to its rank, if possible.
@@ -368,8 +305,8 @@ class Admission:
         # A request waits for a rank only once, for as many steps as the saved tokens take.
         if stayed is None:
             num_steps = 1 + (cheapest.cost - best.cost) // rooms[best.dp_rank].chunk_size
-            self._waiting.stay(request, best.dp_rank, step + num_steps)
-        return best if self._waiting.is_staying(request, step) else cheapest
+            self._waiting.delays.stay(request, best.dp_rank, step + num_steps)
+        return best if self._waiting.delays.is_staying(request, step) else cheapest
 
     def _start(self, room: RankCapacity, request: Request) -> None:
         dp_rank, num_free = room.dp_rank, room.num_free
@@ -380,7 +317,7 @@ class Admission:
         if request.num_retractions == 0:
             self._tenants.serve_prompt(request.tenant, request.prompt_len, request.cached_tokens)
         self._waiting.started(request, dp_rank, num_free)
-        self._holds.pop(request.rid, None)
+        self.holds.pop(request.rid, None)
         self._next_rank = dp_rank + 1
 
 

@@ -13,15 +13,14 @@ import numpy as np
 from sgl_jax.core.step_plan import BoolArray, Int32Array
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
 from sgl_jax.scheduler.admission.in_flight import InFlight, Leader
-from sgl_jax.scheduler.forecast.fits import (
-    FULL_PART,
-    NO_FLOOR,
+from sgl_jax.scheduler.forecast.capacity import (
     Rooms,
     steps_to_room,
     write_ample,
     write_load,
     write_loads,
 )
+from sgl_jax.scheduler.forecast.fits import FULL_PART, NO_FLOOR
 from sgl_jax.scheduler.forecast.forecast import Forecast
 from sgl_jax.scheduler.forecast.output_lengths import MOMENTS
 from sgl_jax.scheduler.preemption import Preemptible, Preemption
@@ -270,7 +269,7 @@ class RankCapacity:
             self._builder.preempt(row)
         self._most_growth = self.rank.memory.allocator.num_pages  # without a bound
         self.in_flight.list_again(self.dp_rank)
-        ends = self.rank.expected_steps_to_ends()
+        ends = self.rank.columns.expected_steps_to_ends(self.rank.running.active)
         self._soonest_end = int(ends.min()) if len(ends) else None
         self.is_counted = False
         self._look()
@@ -297,6 +296,8 @@ class RankCapacity:
         if last < 0 or self._soonest_end is None:
             return max(num_steps, 1)
         if self._sorted_ends is None:
-            self._sorted_ends = np.sort(self.rank.expected_steps_to_ends())
+            self._sorted_ends = np.sort(
+                self.rank.columns.expected_steps_to_ends(self.rank.running.active)
+            )
         last = min(last, len(self._sorted_ends) - 1)
         return max(num_steps, int(self._sorted_ends[last]))

@@ -9,7 +9,7 @@ from sgl_jax.core.step_plan import Int32Array, IntpArray
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.scheduler.admission.in_flight import Leader
 from sgl_jax.scheduler.admission.rank_capacity import Option, RankCapacities
-from sgl_jax.scheduler.forecast.fits import OPTION, Options
+from sgl_jax.scheduler.forecast.capacity import OPTION, Options
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.waiting.admission_order import Offer
 from sgl_jax.scheduler.waiting.waiting_queue import WaitingQueue

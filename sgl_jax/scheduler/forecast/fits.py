@@ -14,17 +14,14 @@ start. So another request may pass it if it ends before, or leaves it enough (ba
 "The ANL/IBM SP Scheduling System", 1995).
 """
 
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sgl_jax.core.compiled import compiled
 from sgl_jax.core.step_plan import BoolArray, Int32Array, IntpArray
-from sgl_jax.scheduler.forecast.output_lengths import MOMENTS
-
-Float64Array: TypeAlias = NDArray[np.float64]
-Int64Array: TypeAlias = NDArray[np.int64]
+from sgl_jax.scheduler.forecast.capacity import NEED, OPTION, ROOM, Needs, Options, Rooms
+from sgl_jax.scheduler.forecast.output_lengths import Float64Array
 
 NEVER = np.iinfo(np.int32).max  # pages that no rank has
 NO_RANK = -1
@@ -41,143 +38,6 @@ MAX_SKEW_REQUESTS = 4
 MAX_SKEW_SHARE = 0.25
 # A rank is full if this part of its pages is forecast to be in use: a retract is likely then.
 FULL_PART = 0.9
-
-# The capacity of a rank for another request.
-ROOM = np.dtype(
-    (
-        np.record,
-        [
-            ("total", np.int64),  # pages of the first pool
-            ("num_in_use", np.int64),  # pages held by running requests now
-            ("pages", np.float64, len(MOMENTS) - 1),  # forecast of their pages at each moment
-            ("peak", np.int64),  # index of the highest of `pages`
-            ("most", np.int64),  # upper bound on their pages
-            ("num_running", np.int64),  # requests
-            ("num_ahead", np.int64),  # prompt tokens that they have to compute
-            ("has_row", np.bool_),  # whether a row is free, or held by an idle session
-            ("soonest_end", np.int64),  # steps until the first may end; 1 if none runs
-            ("conservativeness", np.float64),  # factor of growth (at most 1) and a retract's price
-            ("page_size", np.int64),
-            ("chunk_size", np.int64),  # prompt tokens of a step
-            ("step_price", np.int64),  # prompt tokens that take as long as a step without any
-            ("is_open", np.bool_),  # whether the step takes another request that fits
-            ("floor", np.int64),  # a request starts in this step only if its priority is above
-            ("most_tokens", np.int64),  # if above by one, only with at most this many to compute
-            # It is held against requests up to this priority, for a request that is expected to
-            # hold `held_pages` from `held_steps` on, and `held_most` at most.
-            ("held_above", np.int64),
-            ("held_pages", np.int64),
-            ("held_steps", np.int64),
-            ("held_most", np.int64),
-        ],
-    )
-)
-Rooms: TypeAlias = NDArray[Any]
-
-# The need of a waiting request.
-NEED = np.dtype(
-    (
-        np.record,
-        [
-            ("pages", np.int32),  # for its known tokens and one more
-            ("most", np.int32),  # up to its limit
-            ("tokens", np.int32),  # known
-            ("left", np.int32),  # maximum number of further tokens
-            ("output_len", np.int32),  # of the known tokens
-            ("length_class", np.int32),  # of its output
-            ("bucket", np.int32),  # of the output's present length
-            ("priority", np.int64),
-        ],
-    )
-)
-Needs: TypeAlias = NDArray[Any]
-
-
-# A request that is tried on a rank.
-OPTION = np.dtype(
-    (
-        np.record,
-        [
-            ("num_present", np.int64),  # tokens that it would read if it started now
-            ("num_read", np.int64),  # tokens present, or computed by another request first
-            ("is_unconfirmed", np.bool_),  # whether `num_read` is an upper bound
-            # Pages of its cached prefix that running requests use, below 0 if not counted.
-            ("in_use", np.int64),
-            ("is_uncounted", np.bool_),  # whether `fits` depends on `in_use`, which is not counted
-            ("num_spared", np.int64),  # tokens of computation that a fetch from the host would save
-            ("fits", np.bool_),  # in this step
-            # Prompt tokens: to compute, and ahead of it. A wait for room is not included.
-            ("cost", np.int64),
-            ("is_full", np.bool_),  # whether most pages are forecast to be in use, at the peak
-            ("may_win", np.bool_),  # whether it could cost less than the cheapest after a wait
-        ],
-    )
-)
-Options: TypeAlias = NDArray[Any]
-
-
-@compiled("(rooms[::1], int64, int64, int64, boolean, int64, boolean, int64, int64)", rooms=ROOM)
-def write_load(
-    rooms: Rooms,
-    dp_rank: int,
-    num_running: int,
-    num_ahead: int,
-    has_row: bool,
-    soonest_end: int,
-    can_admit: bool,
-    floor: int,
-    most_tokens: int,
-) -> None:
-    assert 0 <= dp_rank < len(rooms)
-    room = rooms[dp_rank]
-    room.num_running, room.num_ahead, room.has_row = num_running, num_ahead, has_row
-    room.soonest_end = soonest_end
-    room.is_open, room.floor, room.most_tokens = has_row and can_admit, floor, most_tokens
-
-
-@compiled("(rooms[::1], int64, int64, int64)", rooms=ROOM)
-def write_ample(rooms: Rooms, dp_rank: int, num_in_use: int, most_growth: int) -> None:
-    """Write the pages of a rank where any request fits, so that no forecast is needed."""
-    assert 0 <= dp_rank < len(rooms)
-    room = rooms[dp_rank]
-    room.num_in_use, room.peak, room.most = num_in_use, 0, num_in_use + most_growth
-    for j in range(len(room.pages)):
-        room.pages[j] = num_in_use
-
-
-@compiled("(rooms[::1], int64[::1], int64[:, ::1], int64)", rooms=ROOM)
-def write_loads(rooms: Rooms, loads: IntpArray, outlooks: IntpArray, enough: int) -> BoolArray:
-    """Write the capacity of all ranks but for the pages of those that need a forecast. Return which
-    these are, bool[ranks]: a request of `enough` pages may not fit after the greatest growth.
-
-    Args:
-        loads: int64[7 * ranks], for each rank the arguments of `write_load`, and the pages left:
-            those that no running request holds.
-        outlooks: the result of `Ranks.outlooks`.
-    """
-    is_counted = np.zeros(len(rooms), np.bool_)
-    assert len(outlooks) == len(rooms)
-    assert len(loads) == 7 * len(rooms)
-    for k in range(len(rooms)):
-        load = loads[7 * k : 7 * k + 7]
-        num_running, num_ahead, has_row, can_admit, floor, most_tokens, num_left = load
-        soonest_end, most_growth = outlooks[k]
-        soonest_end = 1 if soonest_end < 0 else soonest_end
-        write_load(
-            rooms,
-            k,
-            num_running,
-            num_ahead,
-            has_row > 0,
-            soonest_end,
-            can_admit > 0,
-            floor,
-            most_tokens,
-        )
-        is_counted[k] = num_left - most_growth < enough
-        if not is_counted[k]:
-            write_ample(rooms, k, rooms[k].total - num_left, most_growth)
-    return is_counted
 
 
 @compiled("(int64, int64, int64, int64, boolean)")
@@ -317,50 +177,39 @@ def pages_short(
 
 
 @compiled(
-    "(rooms[::1], options[::1], int64, int64, needs[::1], int64, boolean[:, ::1], int64, int64, "
-    "float64[:, :, ::1], int64[::1])",
-    rooms=ROOM,
-    options=OPTION,
-    needs=NEED,
+    "(room, option, need, boolean, int64, int64, float64[:, :, ::1], int64[::1])",
+    room=ROOM,
+    option=OPTION,
+    need=NEED,
 )
-def _try_ranks(
-    rooms: Rooms,
-    options: Options,
-    first: int,
-    end: int,
-    needs: Needs,
-    line: int,
-    open_tenants: BoolArray,
-    tenant: int,
+def _try_rank(
+    room: Any,
+    option: Any,
+    need: Any,
+    is_open_tenant: bool,
+    num_unskewed: int,
     step_tokens: int,
     chances: Float64Array,
     moments: IntpArray,
-) -> int:
-    """Fill in `fits`, `cost` and `is_full`; return the number of options that are uncounted."""
-    need, least, num_uncounted = needs[line], rooms[0].num_running, 0
-    for k in range(len(rooms)):
-        least = min(least, rooms[k].num_running)
-    num_unskewed = int(least + max(MAX_SKEW_REQUESTS, MAX_SKEW_SHARE * least))
-    for k in range(first, end):
-        room, option, num_pages = rooms[k], options[k], need.pages
-        option.fits = option.is_uncounted = False
-        num_tokens = need.tokens - option.num_read
-        has_tokens = _has_tokens(
-            need.priority, num_tokens, room.floor, room.most_tokens, open_tenants[k, tenant]
-        )
-        if room.is_open and has_tokens:
-            # Usually there are enough pages, however much of its prefix is in use.
-            each_page = _steps_per_page(room)
+) -> None:
+    """Fill in `is_uncounted`, `fits`, `cost` and `is_full`. A rank with more than `num_unskewed`
+    requests costs more."""
+    num_pages, num_tokens = need.pages, need.tokens - option.num_read
+    option.fits = option.is_uncounted = False
+    has_tokens = _has_tokens(
+        need.priority, num_tokens, room.floor, room.most_tokens, is_open_tenant
+    )
+    if room.is_open and has_tokens:
+        # Usually there are enough pages, however much of its prefix is in use.
+        each_page = _steps_per_page(room)
+        option.fits = _pages_short(room, need, num_pages, chances, moments, each_page) <= 0
+        option.is_uncounted = not option.fits and option.in_use < 0
+        if not option.fits and option.in_use > 0:
+            num_pages -= option.in_use
             option.fits = _pages_short(room, need, num_pages, chances, moments, each_page) <= 0
-            option.is_uncounted = not option.fits and option.in_use < 0
-            num_uncounted += option.is_uncounted
-            if not option.fits and option.in_use > 0:
-                num_pages -= option.in_use
-                option.fits = _pages_short(room, need, num_pages, chances, moments, each_page) <= 0
-        num_skewed = max(room.num_running - num_unskewed, 0)
-        option.cost = num_tokens - option.num_spared + room.num_ahead + step_tokens * num_skewed
-        option.is_full = room.pages[room.peak] + num_pages > FULL_PART * room.total
-    return num_uncounted
+    num_skewed = max(room.num_running - num_unskewed, 0)
+    option.cost = num_tokens - option.num_spared + room.num_ahead + step_tokens * num_skewed
+    option.is_full = room.pages[room.peak] + num_pages > FULL_PART * room.total
 
 
 @compiled(
@@ -399,28 +248,21 @@ def find_cheapest(
     assert 0 <= first < end <= len(rooms) == len(options) == len(open_tenants)
     assert 0 <= line < len(needs)
     assert 0 <= tenant < open_tenants.shape[1]
-    num_uncounted = _try_ranks(
-        rooms,
-        options,
-        first,
-        end,
-        needs,
-        line,
-        open_tenants,
-        tenant,
-        step_tokens,
-        chances,
-        moments,
-    )
-    best, num_others = NO_RANK, 0
+    need, least = needs[line], rooms[0].num_running
+    for k in range(len(rooms)):
+        least = min(least, rooms[k].num_running)
+    num_unskewed = int(least + max(MAX_SKEW_REQUESTS, MAX_SKEW_SHARE * least))
+    best, num_others, num_uncounted = NO_RANK, 0, 0
     for k in range(first, end):
-        if options[k].fits:
+        room, option, is_open = rooms[k], options[k], open_tenants[k, tenant]
+        _try_rank(room, option, need, is_open, num_unskewed, step_tokens, chances, moments)
+        num_uncounted += option.is_uncounted
+        if option.fits:
             if best != NO_RANK:
-                cost, least = options[k].cost, options[best].cost
-                is_full, best_is_full = options[k].is_full, options[best].is_full
-                is_better = is_full < best_is_full
-                if is_full == best_is_full:
-                    is_better = rooms[k].num_running < rooms[best].num_running
+                cost, least = option.cost, options[best].cost
+                is_better = option.is_full < options[best].is_full
+                if option.is_full == options[best].is_full:
+                    is_better = room.num_running < rooms[best].num_running
                 if cost > least or (cost == least and not is_better):
                     continue
             best = k
@@ -464,18 +306,6 @@ def hold(
     short = _most_short(room, need, num_pages, num_before, True, False, goes_on, moments, each_page)
     room.held_above, room.held_steps, room.held_most = need.priority, num_steps, need.most
     room.held_pages = int(np.ceil(room.total + short))
-
-
-@compiled("(rooms[::1], int64, int64, int64[::1])", rooms=ROOM)
-def steps_to_room(rooms: Rooms, dp_rank: int, num_pages: int, moments: IntpArray) -> int:
-    """Return the steps until the forecast leaves `num_pages` on a rank, the last of `moments` at
-    most."""
-    assert 0 <= dp_rank < len(rooms)
-    room = rooms[dp_rank]
-    for j in range(len(room.pages)):
-        if room.pages[j] + num_pages <= room.total:
-            return int(moments[j])
-    return int(moments[len(moments) - 1])
 
 
 @compiled("(room, need, int64, float64[:, :, ::1], int64[::1])", room=ROOM, need=NEED)

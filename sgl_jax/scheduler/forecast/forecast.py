@@ -24,7 +24,7 @@ from sgl_jax.core.step_plan import BoolArray, Int32Array, IntpArray, RowIndex
 from sgl_jax.mem_cache.pages.req_to_token_pool import RowTables
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.row_growth import pages_held_and_lacking
-from sgl_jax.scheduler.forecast.fits import ROOM, Rooms
+from sgl_jax.scheduler.forecast.capacity import ROOM, Rooms
 from sgl_jax.scheduler.forecast.output_lengths import MOMENTS, Float64Array, OutputLengths
 from sgl_jax.scheduler.running_rows import RowColumns
 

@@ -18,6 +18,7 @@ from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.running_rows import RowColumns
 
 Float64Array = NDArray[np.float64]
+Int64Array = NDArray[np.int64]
 
 MAX_CLASSES = 256  # requests of any further class count in the class of all
 _ALL = 0

@@ -15,16 +15,9 @@ import numpy as np
 from sgl_jax.core.compiled import compiled
 from sgl_jax.core.step_plan import BoolArray, Int32Array, IntpArray
 from sgl_jax.mem_cache.rank_memory import RankMemory
-from sgl_jax.scheduler.forecast.fits import (
-    MAY_HOLD,
-    NEVER,
-    NO_FLOOR,
-    Int64Array,
-    Rooms,
-    find_fits,
-    next_line,
-)
-from sgl_jax.scheduler.forecast.output_lengths import MOMENTS, OutputLengths
+from sgl_jax.scheduler.forecast.capacity import Rooms
+from sgl_jax.scheduler.forecast.fits import MAY_HOLD, NEVER, NO_FLOOR, find_fits, next_line
+from sgl_jax.scheduler.forecast.output_lengths import MOMENTS, Int64Array, OutputLengths
 from sgl_jax.scheduler.preemption import Preemptible
 from sgl_jax.scheduler.tenants import NUM_LEVELS, Tenants, Turns
 from sgl_jax.scheduler.waiting.queue_loops import (

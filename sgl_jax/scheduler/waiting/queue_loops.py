@@ -7,7 +7,8 @@ import numpy as np
 
 from sgl_jax.core.compiled import compiled
 from sgl_jax.core.step_plan import BoolArray, Int32Array, IntpArray
-from sgl_jax.scheduler.forecast.fits import NEED, ROOM, Float64Array, Int64Array, Needs, Rooms
+from sgl_jax.scheduler.forecast.capacity import ROOM, Rooms
+from sgl_jax.scheduler.forecast.output_lengths import Int64Array
 from sgl_jax.scheduler.waiting.waiting_columns import NO_LINES, Lines
 
 _NEVER = np.iinfo(np.int32).max  # pages that no rank has
@@ -289,43 +290,34 @@ def order_keys(
     return keys, tried[:num_tried]
 
 
-@compiled(
-    "(int64, int64, boolean, int64, int64, boolean[::1], int64[::1], needs[::1], float64[::1], "
-    "int64[::1], int32[::1], int32[::1], boolean[::1], int32[::1], int32[::1])",
-    needs=NEED,
-)
+@compiled("(int64, int64, int64, boolean, int64, int64, int32[::1], lines)", lines=NO_LINES)
 def pass_over(
     end: int,
     started: int,
+    dp_rank: int,
     was_due: bool,
     num_free: int,
     max_skip_count: int,
-    is_waiting: BoolArray,
-    held_until: Int64Array,
-    needs: Needs,
-    service: Float64Array,
-    arrival: Int64Array,
-    tenant: Int32Array,
     turns: Int32Array,
-    may_run: BoolArray,
-    cached_pages: Int32Array,
-    skip_count: Int32Array,
+    lines: Lines,
 ) -> None:
-    """Count a pass over each line below `end` that `may_run` there, is no less important, and comes
-    before line `started`: by arrival or, for another tenant, by that tenant's place in `turns`. If
-    the started request was due, reset the passes over later lines. Lines that `held_until` delays
-    are left out.
+    """Count a pass over each line below `end` that may run on rank `dp_rank`, is no less important,
+    and comes before line `started`: by arrival or, for another tenant, by that tenant's place in
+    `turns`. If the started request was due, reset the passes over later lines. Lines that
+    `held_until` delays are left out.
 
     A line that lacked pages, since there were only `num_free`, has been passed over
     `max_skip_count` times when the requests before it have received as much service as it needs. A
-    started request with more cached pages always comes before it and counts once. `may_run` and
-    `cached_pages` are columns of that rank.
+    started request with more cached pages always comes before it and counts once.
     """
+    needs, tenant, arrival, service = lines.needs, lines.tenant, lines.arrival, lines.service
+    assert 0 <= dp_rank < len(lines.may_run)
+    may_run, cached_pages = lines.may_run[dp_rank], lines.cached_pages[dp_rank]
     assert 0 <= started < end <= len(needs)
     assert 0 <= tenant[started] < len(turns)
     started_turn, started_priority = turns[tenant[started]], needs[started].priority
     for line in range(end):
-        if not may_run[line] or not is_waiting[line] or held_until[line]:
+        if not may_run[line] or not lines.is_waiting[line] or lines.held_until[line]:
             continue
         assert 0 <= tenant[line] < len(turns)
         turn, need = turns[tenant[line]], needs[line]
@@ -337,9 +329,9 @@ def pass_over(
             if is_large and cached_pages[started] <= cached_pages[line]:
                 part = min(service[started] / service[line], 1.0)
                 num_passes = max(int(max_skip_count * part), 1)
-            skip_count[line] = min(skip_count[line] + num_passes, max_skip_count)
+            lines.skip_count[line] = min(lines.skip_count[line] + num_passes, max_skip_count)
         elif was_due and not is_before and need.priority <= started_priority:
-            skip_count[line] = 0
+            lines.skip_count[line] = 0
 
 
 @compiled(

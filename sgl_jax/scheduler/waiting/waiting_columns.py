@@ -6,7 +6,9 @@ from typing import NamedTuple
 import numpy as np
 
 from sgl_jax.core.step_plan import BoolArray, Int32Array
-from sgl_jax.scheduler.forecast.fits import NEED, NO_RANK, Float64Array, Int64Array, Needs
+from sgl_jax.scheduler.forecast.capacity import NEED, Needs
+from sgl_jax.scheduler.forecast.fits import NO_RANK
+from sgl_jax.scheduler.forecast.output_lengths import Float64Array, Int64Array
 from sgl_jax.scheduler.tenants import MAX_TENANTS
 
 

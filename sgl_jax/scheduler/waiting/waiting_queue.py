@@ -14,23 +14,17 @@ from sgl_jax.core.step_plan import BoolArray, IntpArray
 from sgl_jax.mem_cache.pages.req_to_token_pool import RowTables
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor, SharedPrefix
-from sgl_jax.scheduler.forecast.fits import (
-    NO_RANK,
-    Options,
-    Rooms,
-    find_cheapest,
-    hold,
-    pages_short,
-)
+from sgl_jax.scheduler.forecast.capacity import Options, Rooms
+from sgl_jax.scheduler.forecast.fits import NO_RANK, find_cheapest, hold, pages_short
 from sgl_jax.scheduler.forecast.output_lengths import MOMENTS, OutputLengths
 from sgl_jax.scheduler.preemption import Preemptible
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.running_rows import PriorityCounts
 from sgl_jax.scheduler.tenants import Tenants
 from sgl_jax.scheduler.waiting.admission_order import AdmissionOrder, Levels, Offer
+from sgl_jax.scheduler.waiting.delays import Delays
 from sgl_jax.scheduler.waiting.queue_loops import (
     count_kinds,
-    drop_leaders,
     has_short,
     most_cached,
     pass_over,
@@ -56,6 +50,9 @@ class WaitingQueue:
             before the rest of its priority, and a rank is held for it until it fits. If it lacked
             pages, it is due earlier, once the later requests have received as much service as it
             needs.
+
+    Attributes:
+        delays: the prefixes, ranks and steps that requests wait for.
     """
 
     def __init__(
@@ -80,6 +77,7 @@ class WaitingQueue:
         self.prompts = memories[0].waiting
         self._prefixes: dict[int, SharedPrefix] = {}  # by line
         self._columns = WaitingColumns(len(memories), capacity)
+        self.delays = Delays(self._columns, tables, memories[0].rows.num_rows)
         self._order = AdmissionOrder(self._columns, memories, tenants, lengths, max_skip_count)
         self.set_policy(policy)
         self.priorities = PriorityCounts()
@@ -180,23 +178,9 @@ class WaitingQueue:
         requests are counted from 0 again: so in a long queue, only one in `max_skip_count` starts
         because it is due."""
         lines, turns = self._columns.lines, self._tenants.turns()
-        pass_over(
-            self._columns.end,
-            request.line,
-            self.is_starved(request),
-            num_free,
-            self._max_skip_count,
-            lines.is_waiting,
-            lines.held_until,
-            lines.needs,
-            lines.service,
-            lines.arrival,
-            lines.tenant,
-            lines.no_turns if turns is None else turns.order,
-            lines.may_run[dp_rank],
-            lines.cached_pages[dp_rank],
-            lines.skip_count,
-        )
+        order = lines.no_turns if turns is None else turns.order
+        is_due, most = self.is_starved(request), self._max_skip_count
+        pass_over(self._columns.end, request.line, dp_rank, is_due, num_free, most, order, lines)
         self.remove(request)
 
     def clear(self) -> None:
@@ -233,59 +217,7 @@ class WaitingQueue:
             return True
         return int(self._columns.lines.skip_count[request.line]) >= self._max_skip_count
 
-    def follow(self, request: Request, dp_rank: int, row: int, length: int) -> None:
-        """Delay `request` until `row` has published `length` tokens, or its request has left."""
-        row += self._memories[dp_rank].rows.first_row
-        self._columns.lines.leader[request.line] = (row, self._tables.epoch[row], length)
-        self._columns.lines.has_leader[request.line] = True
-        self.stay(request, dp_rank, until_step=0)
-
-    def is_following(self, request: Request) -> bool:
-        """Return whether `request` waits for a prefix (`follow`), or did before it started."""
-        return bool(self._columns.lines.has_leader[request.line])
-
-    def leader_of(self, request: Request) -> tuple[int, int] | None:
-        """Return rank and row of the request that computes the awaited prefix; None without one."""
-        line, lines = request.line, self._columns.lines
-        self._drop_leaders(slice(line, line + 1))
-        if not lines.has_leader[line]:
-            return None
-        dp_rank, row = divmod(int(lines.leader[line, 0]), self._memories[0].rows.num_rows)
-        return dp_rank, row
-
-    def _drop_leaders(self, which: slice) -> None:
-        """Clear leaders that have computed the prefix, or have left."""
-        lines, tables = self._columns.lines, self._tables
-        has_leader, leader = lines.has_leader[which], lines.leader[which]
-        drop_leaders(has_leader, leader, tables.epoch, tables.cache_protected_len)
-
-    def stay(self, request: Request, dp_rank: int, until_step: int) -> None:
-        """Delay `request` until that rank has room or that step is planned."""
-        self._columns.lines.stay_rank[request.line] = dp_rank
-        self._columns.lines.stay_until[request.line] = until_step
-
-    def deferred_rank(self, request: Request) -> int | None:
-        """Return the rank that it has waited for though another had room; None if it never did."""
-        dp_rank = int(self._columns.lines.stay_rank[request.line])
-        return None if dp_rank == NO_RANK else dp_rank
-
-    def is_staying(self, request: Request, step: int) -> bool:
-        """Return whether it still waits for that rank when `step` is planned."""
-        return int(self._columns.lines.stay_until[request.line]) > step
-
-    def hold_until(self, request: Request, step: int) -> None:
-        """Try `request` again when `step` is planned; starts before then do not count as passes."""
-        self._columns.lines.held_until[request.line] = step
-
-    def is_held(self, request: Request, step: int) -> bool:
-        """Return whether `hold_until` still delays it when `step` is planned."""
-        return int(self._columns.lines.held_until[request.line]) > step
-
     # -- all requests -------------------------------------------------------------------------
-
-    def release_held(self) -> None:
-        """Try the requests again that `hold_until` delays."""
-        self._columns.lines.held_until[: self._columns.end] = 0
 
     def make_due(self, arrived_s: float) -> None:
         """Make the requests due that arrived at `arrived_s` or before, and have not run yet; not if
@@ -318,7 +250,7 @@ class WaitingQueue:
         """
         self._take_moves()
         self._note_chances()
-        self._drop_leaders(slice(self._columns.end))
+        self.delays.release_followers(slice(self._columns.end))
         self._order.is_thrashing = is_thrashing
         held_until = self._columns.lines.held_until[: self._columns.end]
         held_until *= held_until > step
@@ -342,7 +274,7 @@ class WaitingQueue:
         `ranks`: it has at most that rank's `most_tokens` tokens to compute there, or a tenant of
         its `open_tenants`, bool[len(ranks), tenants]."""
         self._take_moves()
-        self._drop_leaders(slice(self._columns.end))
+        self.delays.release_followers(slice(self._columns.end))
         found: bool = has_short(
             self._columns.end,
             ranks,
@@ -416,7 +348,7 @@ class WaitingQueue:
         lines, end = self._columns.lines, self._columns.end
         self._take_moves()
         self._note_chances()
-        self._drop_leaders(slice(end))
+        self.delays.release_followers(slice(end))
         is_fetching = np.zeros(len(self._tables.epoch), np.bool_)
         is_fetching[list(fetching)] = True
         least = lines.needs["pages"][:end] - lines.cached_pages[:, :end]

@@ -14,7 +14,7 @@ from msgspec import Struct
 from pydantic import BeforeValidator, Field, Tag, TypeAdapter, ValidationError
 
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.messages import holder_of
+from sgl_jax.core.shares import holder_of
 from sgl_jax.server.admin.openapi import answers
 from sgl_jax.server.answer_stream import json_response
 from sgl_jax.server.apis.chat import AssistantMessage

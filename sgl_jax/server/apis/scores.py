@@ -4,7 +4,7 @@ import math
 import uuid
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, Struct, UnsetType
@@ -23,9 +23,35 @@ from sgl_jax.server.guards.bodies import JsonRoute
 from sgl_jax.server.guards.connection import unless_gone
 from sgl_jax.server.references import References, references_of
 from sgl_jax.server.requests import admit, encode_texts, prompt_requests
-from sgl_jax.text.rerank_templates import RERANK_TEMPLATES, RerankTemplate
 
 router = APIRouter(tags=["scores"], route_class=JsonRoute)
+
+
+class RerankTemplate(NamedTuple):
+    """A prompt of a query and a document, which a model that generates text answers by a label."""
+
+    text: str
+    default_instruct: str
+    labels: tuple[str, str]  # relevant, and not; each is one token
+
+    def prompt(self, query: str, document: str, instruct: str | None = None) -> str:
+        """Return the prompt; `instruct` says what makes a document relevant."""
+        return self.text.format(
+            instruct=instruct or self.default_instruct, query=query, document=document
+        )
+
+
+# By the value of --rerank-template.
+RERANK_TEMPLATES = {
+    "qwen3": RerankTemplate(  # of Qwen3-Reranker
+        "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query "
+        'and the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+        "<|im_start|>user\n<Instruct>: {instruct}\n<Query>: {query}\n<Document>: {document}"
+        "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+        "Given a web search query, retrieve relevant passages that answer the query",
+        ("yes", "no"),
+    )
+}
 
 
 class ScoreBody(WholeAnswerFields):

@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from sgl_jax.layers.sources import MatrixPart
+from sgl_jax.layers.tensor_keys import MatrixPart
 
 
 class Arrays(dict):

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 
 from sgl_jax.checkpoint.stored.at_load import AtLoadReader
 from sgl_jax.core.layer_configs import GREATEST, Scheme
-from sgl_jax.layers.sources import MatrixPart
+from sgl_jax.layers.tensor_keys import MatrixPart
 from sgl_jax.models.quantization import Rule, Stored
 from tests.checkpoint.stored.parts import Arrays, check_shapes, numbers, slices
 

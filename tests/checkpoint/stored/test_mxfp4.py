@@ -7,7 +7,7 @@ import pytest
 from sgl_jax.checkpoint.stored.mxfp4 import Mxfp4Reader
 from sgl_jax.core.layer_configs import MXFP4_GROUP, Scheme
 from sgl_jax.kernels.quantized_matmul.numbers import as_numbers, as_scales
-from sgl_jax.layers.sources import MatrixPart
+from sgl_jax.layers.tensor_keys import MatrixPart
 from sgl_jax.models.quantization import Rule, Stored
 
 NUMBERS = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]

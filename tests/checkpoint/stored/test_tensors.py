@@ -5,7 +5,7 @@ import pytest
 
 from sgl_jax.checkpoint.stored.tensors import QuantizedTensors
 from sgl_jax.core.layer_configs import Scheme
-from sgl_jax.layers.sources import MatrixPart, TensorKey
+from sgl_jax.layers.tensor_keys import MatrixPart, TensorKey
 from sgl_jax.models.quantization import QuantizationConfig, Rule, Stored
 from tests.checkpoint.stored.parts import Arrays
 

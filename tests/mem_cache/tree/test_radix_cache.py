@@ -330,7 +330,7 @@ def test_nothing_joins_a_withdrawn_path() -> None:
     assert cache.accept(tokens, LeaseOffer(ROW, np.zeros((1, 5), np.int32), lower)) is None
     assert cache.peek(tokens, "", upper) == 2, "what is below is withdrawn, too"
     key = cache.next_key(upper, tokens[2:], "")
-    assert not cache.is_awaited(upper, key), "nor is it published again and again"
+    assert not cache.cursors.is_awaited(upper, key), "nor is it published again and again"
     audit_cache(cache, locks)
     again = accept_again(cache, allocator, (1, 2, 3))
     cache.withdraw(tokens, "", 1)  # of the new path, all but a page

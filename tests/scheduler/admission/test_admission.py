@@ -100,7 +100,7 @@ def test_due_requests_hold_a_rank_each() -> None:
         driver.step()
     driver.step()
     assert len(due_of(driver.scheduler._waiting)) == 3
-    holds = driver.scheduler._admission._holds
+    holds = driver.scheduler._admission.holds
     assert {rid: hold.dp_rank for rid, hold in holds.items()} == {"big 0": 0, "big 1": 1}
     finish(driver)
 
@@ -117,7 +117,7 @@ def test_a_due_request_holds_a_rank_that_is_not_held_though_it_lacks_more_there(
     holds: dict[str, Hold] = {}
     while not holds:
         driver.step()
-        holds = driver.scheduler._admission._holds
+        holds = driver.scheduler._admission.holds
     assert {rid: hold.dp_rank for rid, hold in holds.items()} == {"big 0": 0, "big 1": 1}
     finish(driver)
 
@@ -188,7 +188,7 @@ def test_a_held_rank_says_what_waits_for_the_due_request_and_what_does_not() -> 
         driver.submit(generate(f"passes {i}", [5 + i], 1, dp_rank=0))
         driver.step()
     driver.step()
-    (hold,) = driver.scheduler._admission._holds.values()
+    (hold,) = driver.scheduler._admission.holds.values()
     num_left = hold.until_step - driver.scheduler._steps
     assert num_left > 4
     driver.submit(generate("ends before", [7] * 29, num_left, dp_rank=0))

@@ -9,19 +9,8 @@ import pytest
 from hypothesis import given, settings
 
 from sgl_jax.core.step_plan import BoolArray
-from sgl_jax.scheduler.forecast.fits import (
-    NEED,
-    NEVER,
-    NO_FLOOR,
-    NO_LIMIT,
-    ROOM,
-    Needs,
-    Rooms,
-    find_fits,
-    hold,
-    pages_short,
-    steps_to_room,
-)
+from sgl_jax.scheduler.forecast.capacity import NEED, ROOM, Needs, Rooms, steps_to_room
+from sgl_jax.scheduler.forecast.fits import NEVER, NO_FLOOR, NO_LIMIT, find_fits, hold, pages_short
 from sgl_jax.scheduler.forecast.output_lengths import MOMENTS
 
 NUM_MOMENTS = len(MOMENTS) - 1

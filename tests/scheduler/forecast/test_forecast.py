@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sgl_jax.scheduler.forecast.fits import ROOM
+from sgl_jax.scheduler.forecast.capacity import ROOM
 from sgl_jax.scheduler.forecast.forecast import _NEEDS, _write
 
 

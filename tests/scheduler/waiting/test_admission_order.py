@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from sgl_jax.core.step_plan import BoolArray
-from sgl_jax.scheduler.forecast.fits import NEVER, Int64Array
+from sgl_jax.scheduler.forecast.fits import NEVER
+from sgl_jax.scheduler.forecast.output_lengths import Int64Array
 from sgl_jax.scheduler.waiting.admission_order import _sorted_part
 from sgl_jax.scheduler.waiting.queue_loops import LAST, MOST_ARRIVALS, order_keys
 from sgl_jax.scheduler.waiting.waiting_columns import Lines

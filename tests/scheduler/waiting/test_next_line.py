@@ -6,15 +6,8 @@ import numpy as np
 import pytest
 
 from sgl_jax.core.step_plan import Int32Array
-from sgl_jax.scheduler.forecast.fits import (
-    MAY_HOLD,
-    MAY_START,
-    NEVER,
-    NO_FLOOR,
-    Needs,
-    Rooms,
-    next_line,
-)
+from sgl_jax.scheduler.forecast.capacity import Needs, Rooms
+from sgl_jax.scheduler.forecast.fits import MAY_HOLD, MAY_START, NEVER, NO_FLOOR, next_line
 from sgl_jax.scheduler.forecast.output_lengths import MOMENTS
 from tests.scheduler.forecast.test_fits import TO_ITS_LIMIT, need, room
 

@@ -404,13 +404,13 @@ def test_lines_are_used_again() -> None:
 def test_a_line_that_is_used_again_stays_for_no_rank() -> None:
     queue = Queue("fcfs", dp_size=2, cached_len=0)
     first = queue.add(0)
-    queue.waiting.stay(first, 1, 100)
+    queue.waiting.delays.stay(first, 1, 100)
     queue.waiting.remove(first)
     second = queue.add(1)
     assert second.line == first.line
     ranks, no_tenants = np.arange(2), np.zeros((2, MAX_TENANTS + 1), np.bool_)
     assert queue.waiting.has_short(ranks, np.array([5, 5]), no_tenants, 50)
-    assert not queue.waiting.is_staying(second, 50)
+    assert not queue.waiting.delays.is_staying(second, 50)
 
 
 # -- passed over ------------------------------------------------------------------------------
@@ -515,9 +515,9 @@ def test_a_request_is_not_tried_until_what_it_follows_has_published_or_is_gone(
         memory.open_lease(tokens[:0])  # so that rows of the two ranks differ
     lease = memory.open_lease(tokens)
     request = queue.add(0, 32)
-    queue.waiting.follow(request, dp_rank, lease.row, 16)
+    queue.waiting.delays.follow(request, dp_rank, lease.row, 16)
     assert queue.order() == []
-    assert queue.waiting.leader_of(request) == (dp_rank, lease.row)
+    assert queue.waiting.delays.leader_of(request) == (dp_rank, lease.row)
     assert memory.grow_rows(np.array([lease.row]), np.array([32]))
     for length in (12, 16) if ending == "published" else (12,):
         assert queue.order() == []
@@ -526,34 +526,34 @@ def test_a_request_is_not_tried_until_what_it_follows_has_published_or_is_gone(
     if ending == "gone":
         release_kv_cache(memory, lease, tokens, insert=True)
     assert queue.order() == [0]
-    assert queue.waiting.leader_of(request) is None
-    assert queue.waiting.deferred_rank(request) == dp_rank
+    assert queue.waiting.delays.leader_of(request) is None
+    assert queue.waiting.delays.deferred_rank(request) == dp_rank
 
 
 def test_a_request_that_stays_for_a_rank_is_tried_when_that_has_room_or_the_step_has_come() -> None:
     queue = Queue(dp_size=2)
     request = queue.add(0)
-    assert queue.waiting.deferred_rank(request) is None
-    queue.waiting.stay(request, 0, until_step=1)
+    assert queue.waiting.delays.deferred_rank(request) is None
+    queue.waiting.delays.stay(request, 0, until_step=1)
     assert queue.order(open_ranks=(1,)) == []
     assert queue.order(open_ranks=(0,)) == queue.order(open_ranks=(0, 1)) == [0]
-    assert queue.waiting.is_staying(request, 0)
-    queue.waiting.stay(request, 0, until_step=0)
+    assert queue.waiting.delays.is_staying(request, 0)
+    queue.waiting.delays.stay(request, 0, until_step=0)
     assert queue.order(open_ranks=(1,)) == [0]
-    assert not queue.waiting.is_staying(request, 0)
+    assert not queue.waiting.delays.is_staying(request, 0)
 
 
 def test_a_request_waits_for_nothing_that_the_last_one_of_its_line_waited_for() -> None:
     queue = Queue(dp_size=2)
     first = queue.add(0)
     row = queue.memories[0].open_lease(np.zeros(0, np.int32)).row
-    queue.waiting.follow(first, 0, row, 4)
-    queue.waiting.stay(first, 0, until_step=9)
+    queue.waiting.delays.follow(first, 0, row, 4)
+    queue.waiting.delays.stay(first, 0, until_step=9)
     queue.waiting.remove(first)
     second = queue.add(1)
     assert second.line == first.line
-    assert queue.waiting.leader_of(second) is None
-    assert queue.waiting.deferred_rank(second) is None
+    assert queue.waiting.delays.leader_of(second) is None
+    assert queue.waiting.delays.deferred_rank(second) is None
     assert queue.order(open_ranks=(1,)) == [1]
 
 
