@@ -58,6 +58,8 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     prompt_tokens: int | None = None
     # Little-endian float32[hidden_size], if requested.
     hidden: bytes | None = None
+    # Little-endian int16[n, layers, top_k], the experts of the next n tokens, if requested.
+    experts: bytes | None = None
 
 
 class Mark(msgspec.Struct, frozen=True, array_like=True):

@@ -135,6 +135,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             frontend drops.
         return_hidden: report the last layer's hidden state of the prompt's last token, after the
             final norm; only with `is_prompt_only`.
+        return_routed_experts: report the experts of each token.
+        routed_experts_start_len: report them from this position on.
         is_length_default: the engine may lower `max_new_tokens` to the room that the session's
             history leaves: the client did not set it, or `--strict-max-tokens` is off.
         tenant: None: no tenant; all such requests share the engine as one tenant.
@@ -157,6 +159,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     is_length_default: bool = False
     is_prompt_only: bool = False
     return_hidden: bool = False
+    return_routed_experts: bool = False
+    routed_experts_start_len: int = 0
     namespace: str = ""
     priority: int = 0
     tenant: Tenant | None = None

@@ -124,6 +124,9 @@ class ServerArgs(SchedulerArgs):
         "/start_expert_distribution_record",
         ("none", "stat"),
     )
+    enable_return_routed_experts: bool = setting(
+        False, "steps report the experts of each token, for return_routed_experts of /generate"
+    )
     weight_sharding: str = setting(
         "replicated",
         "each rank holds all weights (replicated), or gathers them layer by layer (data)",

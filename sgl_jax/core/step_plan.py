@@ -121,6 +121,7 @@ class RankPlan(NamedTuple):
     top_logprobs_num: int = 0  # most likely tokens to report, maximum over rows
     num_logprob_ids: int = 0  # `logprob_ids` to report, maximum over rows
     returns_hidden: bool = False  # True if any row reports a hidden state
+    returns_experts: bool = False  # True if any row reports its tokens' experts
     states: StatePlan | None = None  # only for models with recurrent layers
     # [num_decode, max_draft_tokens] drafts chosen by the host for decode rows; NO_DRAFT where the
     # step computes the draft. None: the step computes all drafts.
@@ -221,6 +222,9 @@ class RankResult(NamedTuple):
     prompt_logprobs: dict[int, PromptLogprobs] | None = None
     # [n, hidden_size] each row's last hidden state without its drafts, after the final norm.
     hidden: Float32Array | None = None
+    # int16[T, layers, top_k] of the T query tokens, drafts included, row after row; in a plan of
+    # several steps [n, w, layers, top_k].
+    experts: NDArray[np.int16] | None = None
 
 
 # A launched step with an unread result; opaque to all but the executor that created it.

@@ -111,10 +111,11 @@ class Engine:
             input_ids: token id lists, instead of `prompts`.
             progress: show a progress bar; None shows it for many prompts on a terminal.
             options: `rid`, `return_logprob`, `top_logprobs_num`, `token_ids_logprob`,
-                `logprob_start_len`, `logprobs_mode`, `dp_rank`. One value or a list with one per
-                prompt: `priority`, and `extra_key` or `cache_salt` (a namespace of cached
-                prefixes). With a single prompt: `session_params`, a `SessionTurn` or a mapping of
-                its fields (`{"id": ...}`). With `max_new_tokens` 0: `return_hidden`.
+                `logprob_start_len`, `logprobs_mode`, `dp_rank`, `return_routed_experts`.
+                One value or a list with one per prompt: `priority`, `routed_experts_start_len`, and
+                `extra_key` or `cache_salt` (a namespace of cached prefixes). With a single prompt:
+                `session_params`, a `SessionTurn` or a mapping of its fields (`{"id": ...}`). With
+                `max_new_tokens` 0: `return_hidden`.
 
         Raises:
             InvalidRequestError: a prompt or parameter cannot be served. Nothing was started, except

@@ -31,12 +31,18 @@ def as_options(options: Mapping[str, Any], num_prompts: int) -> list[dict[str, A
     """
     shared = dict(options)
     shared["session"] = _as_turn(shared.pop("session_params", None), num_prompts)
-    extra_keys = _as_each("extra_key", shared.pop("extra_key", None), str, num_prompts)
-    cache_salts = _as_each("cache_salt", shared.pop("cache_salt", None), str, num_prompts)
-    priorities = _as_each("priority", shared.pop("priority", None), int, num_prompts)
+    kinds = {"extra_key": str, "cache_salt": str, "priority": int, "routed_experts_start_len": int}
+    columns = [
+        _as_each(name, shared.pop(name, None), kind, num_prompts) for name, kind in kinds.items()
+    ]
     return [
-        {**shared, "namespace": one_namespace(extra_key, cache_salt), "priority": priority}
-        for extra_key, cache_salt, priority in zip(extra_keys, cache_salts, priorities, strict=True)
+        {
+            **shared,
+            "namespace": one_namespace(extra_key, cache_salt),
+            "priority": priority,
+            "routed_experts_start_len": start or 0,
+        }
+        for extra_key, cache_salt, priority, start in zip(*columns, strict=True)
     ]
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from sgl_jax.core.engine_messages import FinishReason, TokenLogprobs
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.grammar import GRAMMAR_KINDS
-from sgl_jax.core.step_plan import Float32Array
+from sgl_jax.core.step_plan import Float32Array, Int32Array
 from sgl_jax.engine.front.request_stream import Chunk, RequestStream
 
 
@@ -34,6 +34,9 @@ class Generation:
     weight_versions: tuple[tuple[int, str], ...] = ()
     has_old_kv: bool = False
     hidden: Float32Array | None = None  # [hidden_size], with `return_hidden`
+    # [tokens, layers, top_k] at the end, with `return_routed_experts`: the experts of the tokens
+    # from `routed_experts_start_len` to the last but one.
+    routed_experts: Int32Array | None = None
 
 
 class GenerationError(RuntimeError):
@@ -71,6 +74,7 @@ def extended(so_far: Generation | None, chunk: Chunk, stream: RequestStream) -> 
         finish_reason=chunk.finish,
         cached_tokens=stream.cached_tokens,
         hidden=None if stream.hidden is None else np.frombuffer(stream.hidden, "<f4"),
+        routed_experts=None if finish is None else stream.routed_experts,
         dp_rank=stream.dp_rank,
         weight_versions=tuple(stream.weight_versions),
         has_old_kv=stream.has_old_kv,

@@ -29,6 +29,7 @@ class _Carry(NamedTuple):
     state: StepState
     tokens: jax.Array  # int32[B, most], as `StepOutput.tokens`
     logprobs: jax.Array  # int32[B, most, n]
+    experts: jax.Array | None  # int16[B, most, layers, top_k]
 
 
 def run_decode_steps(
@@ -57,6 +58,10 @@ def run_decode_steps(
         )
         state, output = run_step(model, carry.state, row_params, given._replace(controls=own))
         tokens = output.tokens[:, 0]
+        experts = carry.experts
+        if experts is not None and output.experts is not None:
+            place = jnp.cumsum(is_running) - 1  # of the row's query among the step's
+            experts = experts.at[:, step].set(output.experts.at[place].get(mode="clip"))
         is_running &= (tokens != NON_FINITE) & ~_stops(params, starts + step + 2, tokens)
         is_running &= step + 1 < num_steps
         return _Carry(
@@ -66,18 +71,23 @@ def run_decode_steps(
             state,
             carry.tokens.at[:, step].set(tokens),
             carry.logprobs.at[:, step].set(output.logprobs[:, 0]),
+            experts,
         )
 
     num_rows = controls.rows.shape[0]
     logprobs = pack_logprobs(no_logprobs(num_rows * most)).reshape(num_rows, most, -1)
     tokens = jnp.full((num_rows, most), -1, jnp.int32)
     runs = any_over_data(jnp.any(is_running))
-    carry = _Carry(jnp.int32(0), is_running, runs, state, tokens, logprobs)
+    experts = None
+    if model.top_k is not None:
+        experts = jnp.zeros((num_rows, most, model.config.num_layers, model.top_k), jnp.int16)
+    carry = _Carry(jnp.int32(0), is_running, runs, state, tokens, logprobs, experts)
     carry = lax.while_loop(lambda carry: carry.runs, run_next, carry)
     is_wrong = jnp.any(carry.tokens == NON_FINITE, axis=1, keepdims=True)
     tokens = jnp.where(is_wrong, -1, carry.tokens)
     tokens = tokens.at[:, :1].set(jnp.where(is_wrong, NON_FINITE, tokens[:, :1]))
-    return carry.state, StepOutput(tokens, carry.logprobs, pack_logprobs(no_logprobs(1)))
+    no_scores = pack_logprobs(no_logprobs(1))
+    return carry.state, StepOutput(tokens, carry.logprobs, no_scores, None, carry.experts)
 
 
 def _stops(params: RowParams, num_tokens: jax.Array, last: jax.Array) -> jax.Array:

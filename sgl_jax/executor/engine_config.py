@@ -108,6 +108,7 @@ class EngineConfig(NamedTuple):
             ep_size=self.args.ep_size,
             placement=self.placement,
             counts_experts=self._counts_experts,
+            returns_experts=self.args.enable_return_routed_experts,
             shards_weights=self.args.weight_sharding == "data",
             kernels=(
                 invariant_kernels(self.platform)

@@ -91,6 +91,9 @@ class StepOutput(NamedTuple):
     # max_prompt_logprob_tokens and the step's queries.
     prompt_logprobs: jax.Array
     hidden: jax.Array | None = None  # float32[B, hidden_size], only of masked steps
+    # int16[T, layers, top_k] of the query tokens, row after row; with several steps
+    # [B, steps, layers, top_k]. None: the model does not report them.
+    experts: jax.Array | None = None
 
 
 def pack_logprobs(values: LogprobArrays) -> jax.Array:
@@ -228,6 +231,14 @@ class DPLayout:
             for i, own in enumerate(self.split(np.asarray(output.hidden), num_rows)):
                 if ranks[i].returns_hidden:
                     results[i] = results[i]._replace(hidden=own)
+        if any(plan.returns_experts for plan in ranks):
+            counts = [
+                n if plan.num_steps is not None else plan.num_tokens
+                for n, plan in zip(num_rows, ranks, strict=True)
+            ]
+            for i, experts in enumerate(self.split(np.asarray(output.experts), counts)):
+                if ranks[i].returns_experts:
+                    results[i] = results[i]._replace(experts=experts)
         return tuple(results)
 
     def _fetch(

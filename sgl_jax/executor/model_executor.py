@@ -126,6 +126,8 @@ class ModelExecutor(Executor):
             "platform": config.platform,
             "devices": [str(device) for device in self._mesh.devices.flat],
             "hidden_size": model.hidden_size,
+            "num_layers": model.num_layers,
+            "experts_per_token": model.moe.choice.top_k if model.moe else 0,
             "eos_token_ids": list(model.eos_token_ids),
             "weight_bytes": sum(leaf.nbytes for leaf in self.weights.arrays),
             "kv_pool_bytes": sum(pool.nbytes for pool in self._state.kv_pools),

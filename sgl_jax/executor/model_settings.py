@@ -44,9 +44,11 @@ def resolve_for_model(args: ServerArgs, model: ModelConfig) -> ServerArgs:
             f"{model.max_position_embeddings} positions"
         )
     if model.moe is None:
-        for name, none in (("ep_size", 1), ("expert_distribution_recorder_mode", "none")):
+        needing = {"ep_size": 1, "expert_distribution_recorder_mode": "none"}
+        for name, none in {**needing, "enable_return_routed_experts": False}.items():
             if (value := getattr(args, name)) != none:
-                raise ValueError(f"{flag(name)} {value} needs a model with experts")
+                given = flag(name) if value is True else f"{flag(name)} {value}"
+                raise ValueError(f"{given} needs a model with experts")
     if args.kv_cache_scales or stores_kv_scales(model):
         check_kv_scales(model)
     args = dataclasses.replace(

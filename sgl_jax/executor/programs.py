@@ -39,7 +39,7 @@ AdmitProgram = Callable[[DeviceRows, Any], DeviceRows]  # tables (donated), piec
 
 _MAX_COMPILE_THREADS = 4
 # Logits are sharded by vocabulary; hidden states and queries are replicated on a rank's chips.
-_SPECS: tuple[Any, ...] = (P("data", TENSOR_AXIS), *(P("data"),) * 3)
+_SPECS: tuple[Any, ...] = (P("data", TENSOR_AXIS), *(P("data"),) * 4)
 _COMPUTED_SPECS: Any = Computed(*_SPECS)
 _OUTPUT_SPEC = P("data")
 

@@ -51,6 +51,7 @@ class Computed(NamedTuple):
     logits: jax.Array  # float32[queries that may sample, columns of this chip]
     hidden: jax.Array  # [T, hidden_size] after all layers and the final norm
     draft_hidden: jax.Array | None  # hidden states that the draft layer starts from
+    experts: jax.Array | None  # as in `StepOutput`
     queries: "Queries"
 
 
@@ -89,7 +90,7 @@ def compute_step(model: CausalLM, state: StepState, given: RankStep) -> tuple[St
     if state.states is not None:
         state_batch = build_state_batch(state.states, given.controls, given.num_tokens, given.sizes)
         layer_states = state.states.layers
-    hidden, kv_pools, layer_states, chosen, draft_hidden = model(
+    hidden, kv_pools, layer_states, counts, draft_hidden, experts = model(
         token_table[token_rows, batch.positions],
         *(batches, state.kv_pools, state_batch, layer_states),
     )
@@ -99,9 +100,11 @@ def compute_step(model: CausalLM, state: StepState, given: RankStep) -> tuple[St
     if state.states is not None and layer_states is not None:
         states = state.states._replace(layers=layer_states)
     state = state._replace(token_table=token_table, kv_pools=kv_pools, states=states)
-    if state.expert_counts is not None and chosen is not None:
-        state = state._replace(expert_counts=state.expert_counts + chosen)
-    return state, Computed(logits.columns, hidden, draft_hidden, queries)
+    if state.expert_counts is not None and counts is not None:
+        state = state._replace(expert_counts=state.expert_counts + counts)
+    if experts is not None:
+        experts = experts.transpose(2, 0, 1)
+    return state, Computed(logits.columns, hidden, draft_hidden, experts, queries)
 
 
 def draw_step(
@@ -177,7 +180,8 @@ def draw_step(
         lasts = batch.q_offsets[1:] - 1 - queries.drafts
         last_hidden = computed.hidden[lasts].astype(jnp.float32)
     output = StepOutput(
-        new_tokens, pack_logprobs(by_row), pack_logprobs(prompt_logprobs), last_hidden
+        *(new_tokens, pack_logprobs(by_row), pack_logprobs(prompt_logprobs)),
+        *(last_hidden, computed.experts),
     )
     states = state.states
     if states is not None:

@@ -127,10 +127,21 @@ def count_experts(chosen: Sequence[jax.Array | None], num_experts: int | None) -
     return jnp.stack(counts).astype(jnp.int32)
 
 
-def join_counts(parts: Sequence[jax.Array | None]) -> jax.Array | None:
-    """Join parts [iterations, layers of an iteration, experts] in order to [layers, experts]."""
-    counts = [own.reshape(-1, own.shape[-1]) for own in parts if own is not None]
-    return jnp.concatenate(counts) if counts else None
+def stack_experts(
+    chosen: Sequence[jax.Array | None], top_k: int | None, num_tokens: int
+) -> jax.Array | None:
+    """Stack each layer's experts of `chosen`, as in `count_experts`: int16 [layers, top_k, T]. If
+    `top_k` is None, they are not reported."""
+    if top_k is None:
+        return None
+    none = jnp.zeros((top_k, num_tokens), jnp.int16)
+    return jnp.stack([none if own is None else own.astype(jnp.int16) for own in chosen])
+
+
+def join_layers(parts: Sequence[jax.Array | None]) -> jax.Array | None:
+    """Join parts [iterations, layers of an iteration, ...] in order to [layers, ...]."""
+    own = [part.reshape(-1, *part.shape[2:]) for part in parts if part is not None]
+    return jnp.concatenate(own) if own else None
 
 
 class SharedExpert(nnx.Module):

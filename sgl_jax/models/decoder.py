@@ -29,7 +29,7 @@ from sgl_jax.layers.mesh_axes import (
     join_shares,
     scatter_sum,
 )
-from sgl_jax.layers.moe import ExpertCopies, copy_keys, count_experts, join_counts
+from sgl_jax.layers.moe import ExpertCopies, copy_keys, count_experts, join_layers, stack_experts
 from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.parameter import stack_layers
 from sgl_jax.layers.per_layer_embedding import PerLayerEmbedding
@@ -63,6 +63,7 @@ class BuildOptions(NamedTuple):
     ep_size: int = 1  # chips with distinct experts: 1, all of a rank or all of the mesh
     placement: ExpertPlacement | None = None  # of distributed experts; None: in order
     counts_experts: bool = False  # the model returns how often each expert was chosen
+    returns_experts: bool = False  # the model returns each token's experts
     sequence_parallel: bool = False  # each chip of a rank has a share of the tokens
     tp_size: int = 1  # chips of a rank, and ranks: `place_model` takes them from its mesh
     dp_size: int = 1
@@ -95,6 +96,9 @@ class _Carry(NamedTuple):
     captured: jax.Array | None
 
 
+_Routed = tuple[jax.Array | None, jax.Array | None]
+
+
 class ModelOutput(NamedTuple):
     """One step's results of a model."""
 
@@ -104,6 +108,8 @@ class ModelOutput(NamedTuple):
     # With `counts_experts`, int32 [layers, experts] how many of this rank's tokens chose each.
     expert_counts: jax.Array | None
     draft_hidden: jax.Array | None  # [T, hidden_size], the first input of `draft`
+    # With `returns_experts`, int16 [layers, top_k, T]; 0 in layers without experts.
+    experts: jax.Array | None
 
 
 # Declares one layer of an architecture; tensor names are relative to the layer.
@@ -155,6 +161,7 @@ class CausalLM(nnx.Module):
         self.defers_sum = options.defers_sum
         self.placement = options.placement
         self.num_counted = config.moe.num_experts if config.moe and options.counts_experts else None
+        self.top_k = config.moe.choice.top_k if config.moe and options.returns_experts else None
         self.sequence_parallel = options.sequence_parallel
         declare = partial(self._declare, options=options)
         self.scan_segments = find_scan_segments(layer_kinds(config.layers, declare))
@@ -229,19 +236,20 @@ class CausalLM(nnx.Module):
         vectors = None if self.per_layer is None else self.per_layer(token_ids, hidden)
         terms = (hidden, jnp.zeros_like(hidden)) if self.defers_sum else (hidden,)
         keys = copy_keys(token_ids, batches[0].positions) if self.placement else None
-        is_token, counts = batches[0].valid, []
+        is_token, routed = batches[0].valid, []
         captured = None
         if self.num_captured:
             captured = jnp.zeros((self.num_captured + 1, *hidden.shape), hidden.dtype)
         carry = _Carry(terms, memories, captured)
         for segment in self.scan_segments:
             carry, own = self._run(segment, carry, is_token, keys, reads, vectors)
-            counts.append(own)
+            routed.append(own)
         hidden = self._whole(self.norm(reduce(jnp.add, carry.terms)), len(token_ids))
         states = carry.memories[-1] if is_recurrent else None
         kv_pools = carry.memories[: len(kv_pools)]
         draft_hidden = self._draft_hidden(hidden, carry.captured)
-        return ModelOutput(hidden, kv_pools, states, join_counts(counts), draft_hidden)
+        counts, experts = map(join_layers, zip(*routed, strict=True))
+        return ModelOutput(hidden, kv_pools, states, counts, draft_hidden, experts)
 
     def _whole(self, hidden: jax.Array, num_tokens: int) -> jax.Array:
         return join_shares(hidden, num_tokens) if self.sequence_parallel else hidden
@@ -309,8 +317,9 @@ class CausalLM(nnx.Module):
         keys: jax.Array | None,
         reads: Sequence[tuple[Any, ...]],
         vectors: jax.Array | None,
-    ) -> tuple[_Carry, jax.Array | None]:
-        """Run all layers of a segment; return the carry and each iteration's `count_experts`.
+    ) -> tuple[_Carry, _Routed]:
+        """Run all layers of a segment; return the carry, and each iteration's results of
+        `count_experts` and `stack_experts`.
 
         `reads` has an entry for every layer of the model, as have `vectors`, their embeddings.
         """
@@ -322,7 +331,7 @@ class CausalLM(nnx.Module):
             for place in range(segment.period)
         ]
 
-        def run_period(carry: _Carry, turn: jax.Array) -> tuple[_Carry, jax.Array | None]:
+        def run_period(carry: _Carry, turn: jax.Array) -> tuple[_Carry, _Routed]:
             terms, memories, captured = carry.terms, list(carry.memories), carry.captured
             chosen = []
             for place, (graphdef, weights) in split.items():
@@ -339,7 +348,8 @@ class CausalLM(nnx.Module):
                 terms = (hidden, delta) if self.defers_sum else (hidden + delta,)
                 chosen.append(experts)
             carry = _Carry(terms, tuple(memories), captured)
-            return carry, count_experts(chosen, self.num_counted)
+            experts = stack_experts(chosen, self.top_k, len(is_token))
+            return carry, (count_experts(chosen, self.num_counted), experts)
 
         turns = jnp.arange(segment.repeats, dtype=jnp.int32)
         unroll = min(max(1, self.unrolled_layers // segment.period), segment.repeats)

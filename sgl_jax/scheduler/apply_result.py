@@ -22,6 +22,7 @@ from sgl_jax.core.step_plan import (
 from sgl_jax.mem_cache.row_growth import commit_rows
 from sgl_jax.scheduler.draft_policy import rate_drafts
 from sgl_jax.scheduler.in_flight_rows import (
+    FAILED,
     GOES_ON,
     STOPPED,
     InFlightRows,
@@ -66,6 +67,11 @@ def apply_result(
         running.latest,
         running.stop_ids[:, :num_stop_ids],
     )
+    for rank, rank_plan, result, (first, end) in zip(
+        ranks.ranks, plan.ranks, results, pairwise(bounds), strict=True
+    ):
+        if rank_plan.returns_experts:
+            _collect_experts(rank, rank_plan, result, rows[first:end], epoch)
     ranks.num_generated_tokens += num_tokens
     ranks.tenants.serve_outputs(running.tenant, rows["row"], rows["num_gained"], num_tokens)
     if tokens.shape[1] > 1:
@@ -131,6 +137,7 @@ def _output(
     request = rank.running.request(row)
     prompt_logprobs = request.pending_prompt_logprobs or None
     request.pending_prompt_logprobs = []
+    experts, request.pending_experts = request.pending_experts, []
     rank.columns.is_unsent[row] = False
     return RequestOutput(
         rid=request.rid,
@@ -142,6 +149,7 @@ def _output(
         prompt_logprobs=prompt_logprobs,
         prompt_tokens=request.pop_prompt_len(),
         hidden=hidden,
+        experts=b"".join(experts) or None,
     )
 
 
@@ -218,3 +226,27 @@ def _prompt_token_logprobs(
         values.top_logprobs[index, :count].tolist(),
         _of_ids(values.id_logprobs, index, len(request.message.token_ids_logprob)),
     )
+
+
+def _collect_experts(
+    rank: RankScheduler, plan: RankPlan, result: RankResult, launched: Records, epoch: Int32Array
+) -> None:
+    """Keep the experts of the tokens of this step that stay, for the requests' next outputs.
+    `launched` LAUNCHED[n] are the rank's rows, after `append`."""
+    assert result.experts is not None, "the plan asked for experts"
+    columns, ends = rank.columns, np.cumsum(launched["q_len"])
+    is_kept = (launched["end"] != FAILED) & (epoch[launched["row"]] == launched["epoch"])
+    for i in (is_kept & columns.returns_experts[launched["own_row"]]).nonzero()[0].tolist():
+        step = launched[i]
+        request, first = rank.running.request(int(step["own_row"])), int(step["kv_start"])
+        count = int(step["q_len"])
+        if i < plan.num_decode:  # from the token before the gained ones on, as far as those go
+            count = int(step["num_gained"])
+            first = int(columns.known_len[step["own_row"]]) - count - 1
+        at = slice(ends[i] - step["q_len"], ends[i]) if plan.num_steps is None else i
+        queries = result.experts[at]
+        assert first <= request.expert_next, "every token from there on is computed"
+        num_known = request.expert_next - first
+        if num_known < count:
+            request.pending_experts.append(queries[num_known:count].astype("<i2").tobytes())
+            request.expert_next = first + count

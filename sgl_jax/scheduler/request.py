@@ -45,6 +45,7 @@ class Request:
         "computed_len",
         "dp_rank",
         "expected",
+        "expert_next",
         "is_prompt_told",
         "kept_by",
         "kept_len",
@@ -59,6 +60,7 @@ class Request:
         "num_fetches",
         "num_lost",
         "num_retractions",
+        "pending_experts",
         "pending_prompt_logprobs",
         "priority",
         "prompt_len",
@@ -119,14 +121,20 @@ class Request:
         # new tokens gained since.
         self.computed_len = 0
         self.num_lost = 0
-        self.begin_prompt_logprobs()
+        self.begin_reports()
 
-    def begin_prompt_logprobs(self) -> None:
-        """Report the prompt's log-probabilities from the first on that is asked for."""
+    def begin_reports(self) -> None:
+        """Report the prompt's log-probabilities and experts from the first requested on."""
         # Next prompt position to report the log-probability of; prompt_len if there is none.
         start = self.message.logprob_start_len
         self.logprob_next = self.prompt_len if start < 0 else min(start, self.prompt_len)
         self.pending_prompt_logprobs: list[TokenLogprobs] = []
+        # Next position to report the experts of; `max_len` if none is requested.
+        message = self.message
+        self.expert_next = self.max_len
+        if message.return_routed_experts:
+            self.expert_next = min(message.routed_experts_start_len, self.prompt_len)
+        self.pending_experts: list[bytes] = []
 
     @property
     def max_kv_len(self) -> int:
@@ -207,8 +215,9 @@ class Request:
 
     def matchable(self) -> Int32Array:
         """Return the prefix that a cache may serve: without the last token, needed for its logits,
-        and any position from which a prompt log-probability must still be computed."""
-        limit = len(self.tokens) - 1
+        and any position whose experts, or from which a prompt log-probability, must still be
+        computed."""
+        limit = min(len(self.tokens) - 1, self.expert_next)
         if self.logprob_next < self.prompt_len:
             limit = min(limit, max(self.logprob_next - 1, 0))
         return self.tokens[:limit]
@@ -248,6 +257,12 @@ def max_request_len(
             f"logprob_start_len must be in [-1, {prompt_len}], the length of the prompt, got "
             f"{message.logprob_start_len}",
             "logprob_start_len",
+        )
+    if message.routed_experts_start_len > prompt_len:
+        raise InvalidRequestError(
+            f"routed_experts_start_len must be in [0, {prompt_len}], the length of the prompt, got "
+            f"{message.routed_experts_start_len}",
+            "routed_experts_start_len",
         )
     return prompt_len + wanted
 

@@ -223,17 +223,22 @@ class Scheduler:
                 self._waiting.add(rank.retract(row, "asked"))
 
     def _forget_weights(self, keeps_running: bool) -> list[str]:
-        kept = []
+        kept, retracted = list[str](), list[Request]()
         for rank in self.ranks:
             for row in rank.running.active.tolist():
                 scores = bool(rank.running.request(row).pending_prompt_logprobs)
                 if keeps_running and not scores and rank.make_stale(row):
                     kept.append(rank.running.request(row).rid)
                 else:
-                    self._waiting.add(rank.retract(row, "asked"))
-        for request in self._requests.values():
-            if request.pending_prompt_logprobs:  # of the weights before
-                request.begin_prompt_logprobs()
+                    retracted.append(rank.retract(row, "asked"))
+        for request in list(self._waiting):
+            if request.pending_prompt_logprobs or request.pending_experts:
+                self._waiting.remove(request)
+                retracted.append(request)
+        for request in retracted:
+            if not request.num_output_tokens:  # the reports so far are of the weights before
+                request.begin_reports()
+            self._waiting.add(request)
         self._sessions.release_all()
         for rank in self.ranks:
             rank.withdraw_all()

@@ -141,7 +141,7 @@ def _rank_plan(
     """Return the plan of a rank's `rows`, LAUNCHED[n], before any commit. `columns` are their
     `_COLUMNS`, and `share` has the fields of the rank's SHARE."""
     own_rows, kv_starts, q_lens, samples, relayed = columns
-    num_decode, longest, num_scored, top_logprobs_num, _, returns_hidden = share
+    num_decode, longest, num_scored, top_logprobs_num, _, returns_hidden, returns_experts = share
     num_pages = -(-(longest + ranks.lookahead_slots) // ranks.page_size)
     num_pages = min(num_pages, ranks.pages_per_row)
     admissions: tuple[RowAdmission, ...] = ()
@@ -159,8 +159,8 @@ def _rank_plan(
             top_logprobs_num=max(top_logprobs_num, 0),
             num_logprob_ids=int(ranks.running.num_logprob_ids[rows["row"]].max()),
         )
-    if returns_hidden:
-        plan = plan._replace(returns_hidden=True)
+    if returns_hidden or returns_experts:
+        plan = plan._replace(returns_hidden=returns_hidden, returns_experts=returns_experts)
     if ranks.has_states or builder.drafts is not None:
         states = plan_states(builder, rows) if ranks.has_states else None
         plan = plan._replace(states=states, drafts=builder.drafts)

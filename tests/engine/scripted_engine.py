@@ -83,6 +83,7 @@ PAGE_SIZE = 4
 MAX_RUNNING = 4  # what the frontend is told; the script runs all that comes
 LOGPROB = -0.5
 HIDDEN_SIZE = 4
+NUM_LAYERS, TOP_K = 3, 2
 EOS = 1
 RANK_COUNTERS = {
     **dict.fromkeys(("prompt_tokens", "cached_tokens", "evicted_pages", "sessions_evicted"), 0),
@@ -107,6 +108,14 @@ def scripted_hidden(request: GenerateRequest) -> bytes:
 class Running:
     request: GenerateRequest
     num_output_tokens: int = 0
+
+
+def scripted_experts(running: Running) -> bytes:
+    """Each token's position, [layers, top_k] times; of the whole prompt first."""
+    start = running.request.routed_experts_start_len
+    end = len(running.request.input_ids) + running.num_output_tokens - 1
+    positions = np.arange(start if running.num_output_tokens == 1 else end - 1, end, dtype="<i2")
+    return np.repeat(positions, NUM_LAYERS * TOP_K).tobytes()
 
 
 @dataclass
@@ -148,6 +157,8 @@ class ScriptedEngine:
             "max_request_tokens": self.max_request_tokens,
             "dp_size": DP_SIZE,
             "page_size": PAGE_SIZE,
+            "num_layers": NUM_LAYERS,
+            "experts_per_token": TOP_K,
             "max_running_requests": MAX_RUNNING,
             "hidden_size": HIDDEN_SIZE,
             "eos_token_ids": [EOS],
@@ -325,7 +336,8 @@ class ScriptedEngine:
             finish = self.finish(running, token)
             if finish is not None:
                 del self.running[rid]
-            if finish is None and running.num_output_tokens > 1 and not request.return_logprob:
+            reports = request.return_logprob or request.return_routed_experts
+            if finish is None and running.num_output_tokens > 1 and not reports:
                 rids.append(rid)
                 tokens.append(token)
                 continue
@@ -341,6 +353,7 @@ class ScriptedEngine:
                     prompt_logprobs=self.prompt_logprobs(request) if first else None,
                     prompt_tokens=self.prompt_tokens(request) if first else None,
                     hidden=scripted_hidden(request) if request.return_hidden else None,
+                    experts=scripted_experts(running) if request.return_routed_experts else None,
                 )
             )
         return OutputBatch(outputs, [rids], np.array(tokens, "<i4").tobytes())

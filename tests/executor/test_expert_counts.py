@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sgl_jax.layers.moe import count_experts, join_counts
+from sgl_jax.layers.moe import count_experts, join_layers
 from tests.executor.step_driver import Driver, Row
 from tests.models.golden_server import GOLDEN
 
@@ -21,8 +21,8 @@ def test_counts_are_numpys():
     wanted = [np.bincount(chosen[0].ravel(), minlength=6)[:5], np.zeros(5)]
     np.testing.assert_array_equal(counts, wanted)
     parts = np.arange(24).reshape(2, 3, 4)
-    np.testing.assert_array_equal(join_counts([parts, parts[:1]])[6:], parts[0])
-    assert join_counts([count_experts(chosen, None)]) is None  # type: ignore[arg-type]
+    np.testing.assert_array_equal(join_layers([parts, parts[:1]])[6:], parts[0])
+    assert join_layers([count_experts(chosen, None)]) is None  # type: ignore[arg-type]
 
 
 def served(executor):

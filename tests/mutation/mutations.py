@@ -775,8 +775,8 @@ MUTATIONS = (
     Mutation(
         "serve even the last token from the cache",
         _REQUEST,
-        "limit = len(self.tokens) - 1",
-        "limit = len(self.tokens)",
+        "limit = min(len(self.tokens) - 1, self",
+        "limit = min(len(self.tokens), self",
     ),
     Mutation(
         "commit a result to the row's present holder",
@@ -4150,6 +4150,48 @@ MUTATIONS = (
         _GATE,
         "            self._compiled.add(request.rid)\n        self.held",
         "        self.held",
+    ),
+    Mutation(
+        "experts: take a prefix from the cache that has none",
+        _REQUEST,
+        "        limit = min(len(self.tokens) - 1, self.expert_next)\n",
+        "        limit = len(self.tokens) - 1\n",
+    ),
+    Mutation(
+        "experts: report those of rejected drafts",
+        _COMMIT,
+        "        if i < plan.num_decode:  # from",
+        "        if False:  # from",
+    ),
+    Mutation(
+        "experts: report a token's twice",
+        _COMMIT,
+        "queries[num_known:count]",
+        "queries[:count]",
+    ),
+    Mutation(
+        "experts: report those of a failed row",
+        _COMMIT,
+        '    is_kept = (launched["end"] != FAILED) & (',
+        "    is_kept = (",
+    ),
+    Mutation(
+        "experts: report those of a row that has left",
+        _COMMIT,
+        ' & (epoch[launched["row"]] == launched["epoch"])\n',
+        "\n",
+    ),
+    Mutation(
+        "experts: keep those by the weights before",
+        _SCHEDULER,
+        "            if not request.num_output_tokens:  # the reports",
+        "            if False:  # the reports",
+    ),
+    Mutation(
+        "experts: keep those of a waiting prompt by the weights before",
+        _SCHEDULER,
+        "            if request.pending_prompt_logprobs or request.pending_experts:\n",
+        "            if request.pending_prompt_logprobs:\n",
     ),
     Mutation(
         "steps: take several next to a chunk of a prompt",

@@ -177,6 +177,7 @@ class Driver:
         self.wanted_top: dict[str, int] = {}  # of requests that want log-probabilities
         self.logprobs: dict[str, list[TokenLogprobs]] = defaultdict(list)
         self.hidden: dict[str, bytes] = {}
+        self.experts: dict[str, bytes] = defaultdict(bytes)
         self.plans: list[StepPlan] = []
 
     def submit(self, message: GenerateRequest, history: list[int] | None = None) -> None:
@@ -311,6 +312,7 @@ class Driver:
             if output.hidden is not None:
                 assert output.rid not in self.hidden, f"{output.rid} got a second hidden state"
                 self.hidden[output.rid] = output.hidden
+            self.experts[output.rid] += output.experts or b""
             if output.prompt_tokens is not None:
                 assert output.rid not in self.prompt_tokens, f"{output.rid} told its prompt twice"
                 self.prompt_tokens[output.rid] = output.prompt_tokens

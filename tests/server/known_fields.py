@@ -207,6 +207,8 @@ REFUSED: dict[str, dict[str, Any]] = {
         "length_penalty": 2.0,
         "use_beam_search": True,
         "return_entropy": 1,
+        "return_routed_experts": True,
+        "routed_experts_start_len": 1,
         "stream_output": False,
     },
     "/v1/completions": {
@@ -224,8 +226,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "/generate": {
         "input_embeds": [[0.5]],
         "image_data": ["x"],
-        "return_routed_experts": [True],
-        "routed_experts_start_len": 1,
         "return_flat_raw_top_logprobs": True,
         "background": True,
         "max_thinking_tokens": 5,

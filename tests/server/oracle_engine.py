@@ -31,6 +31,8 @@ class SizedExecutor(OracleModelExecutor):
             "max_context_len": sizes.max_context_len,
             "dp_size": sizes.dp_size,
             "page_size": sizes.page_size,
+            "num_layers": 1,
+            "experts_per_token": 0,
             "eos_token_ids": [],
             "model_path": "oracle",
             "settings": {},

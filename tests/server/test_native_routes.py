@@ -1,16 +1,20 @@
 """SGLang's own API."""
 
 import asyncio
+import base64
 import json
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from sgl_jax.core.engine_messages import FinishReason, OutputBatch, RequestOutput, WeightsChanged
 from sgl_jax.core.messages import GenerateRequest
-from tests.engine.scripted_engine import LOGPROB
-from tests.server.conftest import Rig
+from sgl_jax.text.tokenizer import Tokenizer
+from tests.engine.scripted_engine import LOGPROB, NUM_LAYERS, TOP_K
+from tests.server.conftest import Rig, serving
 from tests.support.waiting import meanwhile_until
 
 pytestmark = pytest.mark.anyio
@@ -138,6 +142,48 @@ async def test_logprobs_are_triples(rig: Rig) -> None:
     )
     assert short["meta_info"]["output_token_logprobs"] == [[LOGPROB, 70, None]]
     assert "input_token_logprobs" not in short["meta_info"]
+
+
+async def test_experts_are_base64(model_folder: Path, tokenizer: Tokenizer) -> None:
+    """From the start to the last token but one, also if a stop string cuts the output."""
+    async with serving(model_folder, tokenizer, enable_return_routed_experts=True) as rig:
+        text = rig.front.tokenizer.decode([72])
+        asked = {"input_ids": [70, 71, 72], "return_routed_experts": True}
+        sampling = {"max_new_tokens": 5}
+        (whole, tail) = await generate(
+            rig,
+            input_ids=[[70, 71, 72]] * 2,
+            sampling_params=sampling,
+            return_routed_experts=True,
+            routed_experts_start_len=[0, 2],
+        )
+        *first, last = await generate(rig, **asked, sampling_params=sampling, stream=True)
+        cut = await generate(rig, **asked, sampling_params=sampling | {"stop": text})
+        plain = await generate(rig, input_ids=[70], sampling_params=sampling)
+        refused = {"input_ids": [70], "return_routed_experts": True, "routed_experts_start_len": 2}
+        refusal = await rig.http.post("/generate", json=refused)
+    assert experts_of(whole) == list(range(7))
+    assert experts_of(tail) == list(range(2, 7))
+    assert experts_of(last) == list(range(7))
+    assert not any("routed_experts" in event["meta_info"] for event in [*first, plain])
+    assert experts_of(cut) == list(range(3 + len(cut["output_ids"]) - 1))
+    assert refusal.status_code == 400
+    assert refusal.json()["error"]["param"] == "routed_experts_start_len"
+
+
+def experts_of(answer: Any) -> list[int]:
+    data = base64.b64decode(answer["meta_info"]["routed_experts"], validate=True)
+    experts = np.frombuffer(data, "<i4").reshape(-1, NUM_LAYERS * TOP_K)
+    assert (experts == experts[:, :1]).all()
+    positions: list[int] = experts[:, 0].tolist()
+    return positions
+
+
+async def test_servers_without_experts_say_so(rig: Rig) -> None:
+    body = {"input_ids": [70], "return_routed_experts": True}
+    refusal = await rig.http.post("/generate", json=body)
+    assert refusal.status_code == 400
+    assert "--enable-return-routed-experts" in refusal.json()["error"]["message"]
 
 
 async def test_an_abort_by_name_ends_the_request(rig: Rig) -> None:

@@ -38,6 +38,17 @@ def made_up_hidden(state: int) -> NDArray[np.float32]:
     return np.array([state >> 16 * i & 0xFFFF for i in range(HIDDEN_SIZE)], np.float32)
 
 
+EXPERTS_SHAPE = (3, 2)
+
+
+def made_up_experts(hashes: NDArray[np.uint64]) -> NDArray[np.int16]:
+    """The experts of tokens, int16[n, *EXPERTS_SHAPE], that only the prefix determines."""
+    bits = np.arange(0, 6 * 8, 8).astype(np.uint64)
+    return (
+        (hashes[:, None] >> bits & np.uint64(0x7FFF)).astype(np.int16).reshape(-1, *EXPERTS_SHAPE)
+    )
+
+
 class ContentError(AssertionError):
     """A step would have read KV that is not that of its own prefix."""
 
@@ -71,6 +82,7 @@ class OracleExecutor(FakeExecutor):
         self.bad_token: int | None = None
         self.rows_to_glitch: int | None = None
         self.num_non_finite = 0  # rows so far
+        self.weights = 0  # their version, which the experts also depend on
 
     def _pools(self, rank: int) -> list[NDArray[np.uint64]]:
         """The contents of the rank's pools, [pages, values]: views."""
@@ -102,6 +114,12 @@ class OracleExecutor(FakeExecutor):
         for token in prompt:
             state = _extend(state, token)
         return made_up_hidden(state).tobytes()
+
+    def expected_experts(self, tokens: list[int], weights: int = 0) -> NDArray[np.int16]:
+        """The experts that any schedule must report for `tokens`, by weights of this version."""
+        hashes = np.zeros(len(tokens), np.uint64)
+        _hash_span(np.array(tokens, np.int32), hashes, 0, len(tokens))
+        return made_up_experts(hashes + np.uint64(weights))
 
     def holds_state(self, rank: int, slots: list[int], tokens: Int32Array) -> bool:
         """Whether one of the rank's slots has the state after `tokens`."""
@@ -157,6 +175,9 @@ class OracleExecutor(FakeExecutor):
             for all_values, values in zip(joined[:5], result[:5], strict=True):
                 if all_values is not None:
                     all_values[rows, step] = values[:, 0]
+            if joined.experts is not None:
+                assert result.experts is not None
+                joined.experts[rows, step] = result.experts
         is_bad = (joined.tokens == NON_FINITE).any(axis=1)
         joined.tokens[is_bad] = -1
         joined.tokens[is_bad, 0] = NON_FINITE
@@ -186,13 +207,19 @@ class OracleExecutor(FakeExecutor):
         tokens, hashes = self._tokens[rank], self._hashes[rank]
         result = self._no_result(plan)
         self._check_rows_distinct(rank, plan)
-        num_drafts = plan.num_drafts.tolist()
+        num_drafts, first_query = plan.num_drafts.tolist(), 0
         page_table = self._page_tables.pages[rank, plan.rows, :, : plan.num_pages]
         for i, row in enumerate(plan.rows.tolist()):
             start = self._start(rank, plan, i)
             end = start + int(plan.q_lens[i]) - num_drafts[i]
             state = int(hashes[row, end - 1])
             drafts = self._draft(state, num_drafts[i])
+            if result.experts is not None:
+                queries = np.concatenate([hashes[row, start:end], _hashes_after(state, drafts)])
+                result.experts[first_query : first_query + len(queries)] = made_up_experts(
+                    queries + np.uint64(self.weights)
+                )
+                first_query += len(queries)
             is_bad = self._glitches() or self.bad_token in tokens[row, :end]
             paged = [n for n, group in enumerate(self.sizes.groups) if not group.is_recurrent]
             for number in paged:
@@ -238,6 +265,9 @@ class OracleExecutor(FakeExecutor):
         result = RankResult(np.full(shape, -1, np.int32))
         if plan.returns_hidden:
             result = result._replace(hidden=np.zeros((len(plan.rows), HIDDEN_SIZE), np.float32))
+        if plan.returns_experts:
+            lead = (plan.num_tokens,) if plan.num_steps is None else shape
+            result = result._replace(experts=np.full((*lead, *EXPERTS_SHAPE), -1, np.int16))
         if not plan.return_logprob:
             return result
         return result._replace(
@@ -320,12 +350,9 @@ class OracleExecutor(FakeExecutor):
         """Write a group's KV of [start, end), and of drafts behind."""
         kv = self._kv[rank][self.sizes.groups[number].pool]
         slots = self._slots(pages, start, end + len(drafts))
-        state = int(self._hashes[rank][row, end - 1])
-        written = self._hashes[rank][row, start:end].tolist()
-        for draft in drafts:
-            state = _extend(state, draft)
-            written.append(state)
-        values = np.array(written, np.uint64) + np.uint64(number)
+        written = self._hashes[rank][row, start:end]
+        behind = _hashes_after(int(written[-1]), drafts)
+        values = np.concatenate([written, behind]) + np.uint64(number)
         kv[slots] = values ^ NON_FINITE_BITS if is_bad else values
 
     def _start(self, rank: int, plan: RankPlan, i: int) -> int:
@@ -485,6 +512,15 @@ def made_up_id_logprobs(logprobs: Float32Array, ids: Int32Array) -> Float32Array
 
 def _extend(state: int, token: int) -> int:
     return ((state ^ (token + 1)) * _MULTIPLIER + 1442695040888963407) & _MASK
+
+
+def _hashes_after(state: int, tokens: list[int]) -> NDArray[np.uint64]:
+    """The prefix hashes of `tokens` that follow a prefix with this hash."""
+    hashes = []
+    for token in tokens:
+        state = _extend(state, token)
+        hashes.append(state)
+    return np.array(hashes, np.uint64)
 
 
 def _hash_span(tokens: Int32Array, hashes: NDArray[np.uint64], start: int, end: int) -> None:

@@ -79,6 +79,7 @@ class Frontend:
             self.facts,
             is_strict=args.strict_max_tokens,
             logprobs_mode=args.logprobs_mode,
+            reports_experts=args.enable_return_routed_experts,
         )
         self.metrics = RequestMetrics(args.model_name)
         self.tracer = tracer
@@ -149,6 +150,7 @@ class Frontend:
             sender=sender,
             streaming=streaming,
             kept_tokens=kept_tokens,
+            experts_shape=(self.facts.num_layers, self.facts.experts_per_token),
         )
         if self.tracer is not None:
             stream.on_end = self.tracer.begin()

@@ -47,6 +47,8 @@ class EngineFacts(NamedTuple):
     dp_size: int
     max_running_requests: int  # over all ranks
     page_size: int
+    num_layers: int
+    experts_per_token: int  # 0 in a dense model
 
     @classmethod
     def from_info(cls, info: Mapping[str, Any]) -> "EngineFacts":
@@ -57,7 +59,8 @@ class RequestChecks:
     """Checks against the limits of one engine. Thread-safe.
 
     `is_strict` refuses an output limit that does not fit, instead of lowering it. `logprobs_mode`
-    is that of requests without a mode; "auto": the usual mode of the request's API.
+    is that of requests without a mode; "auto": the usual mode of the request's API. If
+    `reports_experts`, steps report the experts of tokens.
     """
 
     def __init__(
@@ -67,11 +70,13 @@ class RequestChecks:
         *,
         is_strict: bool,
         logprobs_mode: str = "auto",
+        reports_experts: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._facts = facts
         self._is_strict = is_strict
         self._logprobs_mode = logprobs_mode
+        self._reports_experts = reports_experts
 
     @property
     def max_prompt_chars(self) -> int:
@@ -201,6 +206,12 @@ class RequestChecks:
         is_turn = request.session is not None
         longest = self._facts.max_request_tokens if is_turn else len(request.input_ids)
         check_between("logprob_start_len", request.logprob_start_len, -1, longest)
+        if request.return_routed_experts and not self._reports_experts:
+            reason = "the model has no experts"
+            if self._facts.experts_per_token:
+                reason = "it needs a server with --enable-return-routed-experts"
+            raise InvalidRequestError(f"return_routed_experts: {reason}", "return_routed_experts")
+        check_between("routed_experts_start_len", request.routed_experts_start_len, 0, longest)
         if request.dp_rank is not None:
             check_between("dp_rank", request.dp_rank, 0, self._facts.dp_size - 1)
         check_namespace(request.namespace)

@@ -10,8 +10,11 @@ import time
 from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
 
+import numpy as np
+
 from sgl_jax.core.engine_messages import FinishReason, Mark, RequestOutput, TokenLogprobs
 from sgl_jax.core.messages import GenerateRequest
+from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.text.detokenizer import make_detokenizer
 from sgl_jax.text.stop_strings import StopStringChecker
 from sgl_jax.text.tokenizer import Tokenizer
@@ -46,8 +49,10 @@ class RequestStream:
         sender: str,
         streaming: bool,
         kept_tokens: Set[int] = frozenset(),
+        experts_shape: tuple[int, int] = (0, 0),
     ) -> None:
-        """Create the stream; `kept_tokens` are special tokens never skipped in the text."""
+        """Create the stream; `kept_tokens` are special tokens never skipped in the text, and
+        `experts_shape` is that of a token's experts, [layers, top_k]."""
         self.request = request
         self.client_rid = client_rid  # the client's rid; request.rid is unique
         self.sender = sender  # the caller that may abort it
@@ -60,6 +65,8 @@ class RequestStream:
         self._versions: list[tuple[int, str]] = []
         self.has_old_kv = False  # KV of earlier weights was kept for it
         self.hidden: bytes | None = None  # see `RequestOutput`
+        self._experts: list[bytes] = []  # likewise, all so far
+        self._experts_shape = experts_shape
         self.dp_rank = 0
         self.finish: FinishReason | None = None
         self.error: Exception | None = None  # set instead of `finish` after a failure
@@ -113,6 +120,17 @@ class RequestStream:
         end = max(self.num_output_tokens, 1)
         return [(start, version) for start, version in self._versions if start < end]
 
+    @property
+    def routed_experts(self) -> Int32Array | None:
+        """Return the experts of the tokens from `routed_experts_start_len` to the last but one,
+        int32[tokens, layers, top_k]; None if they are not requested, or not computed."""
+        if not self.request.return_routed_experts:
+            return None
+        experts = np.frombuffer(b"".join(self._experts), "<i2").reshape(-1, *self._experts_shape)
+        end = self.num_prompt_tokens + self.num_output_tokens - 1
+        count = max(end - self.request.routed_experts_start_len, 0)
+        return experts[:count].astype(np.int32) if len(experts) >= count else None
+
     def note_weights(self, version: str) -> None:
         """Note that all further tokens are from the weights `version`."""
         start = self.num_output_tokens
@@ -133,6 +151,8 @@ class RequestStream:
         self.cached_tokens = output.cached_tokens
         self.dp_rank = output.dp_rank
         self.hidden = output.hidden or self.hidden
+        if output.experts is not None:
+            self._experts.append(output.experts)
         if output.prompt_tokens is not None:
             self.num_prompt_tokens = output.prompt_tokens
         self._logprobs += output.logprobs or ()

@@ -1,5 +1,6 @@
 """SGLang's native API: `/generate` and `/abort_request`."""
 
+import base64
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
@@ -40,8 +41,8 @@ NativeLogprob = tuple[float | None, int, str | None]  # log-probability, token i
 
 class MetaInfo(Struct, frozen=True):
     """Facts of an answer in addition to its text. At the end, `e2e_latency` is in seconds,
-    `weight_versions` has the first token of each version of the weights, and `has_old_kv` is true
-    if KV of earlier weights was kept."""
+    `weight_versions` has the first token of each version of the weights, `has_old_kv` is true if KV
+    of earlier weights was kept, and `routed_experts` is base64 of int32 [tokens, layers, top_k]."""
 
     id: str
     prompt_tokens: int
@@ -53,6 +54,7 @@ class MetaInfo(Struct, frozen=True):
     e2e_latency: float | UnsetType = UNSET
     weight_versions: list[tuple[int, str]] | UnsetType = UNSET
     has_old_kv: bool | UnsetType = UNSET
+    routed_experts: str | UnsetType = UNSET
     output_token_logprobs: list[NativeLogprob] | UnsetType = UNSET
     output_top_logprobs: list[list[NativeLogprob] | None] | UnsetType = UNSET
     output_token_ids_logprobs: list[list[NativeLogprob] | None] | UnsetType = UNSET
@@ -62,6 +64,7 @@ class MetaInfo(Struct, frozen=True):
 
 
 _StartLen = Annotated[int, Field(ge=-1)]
+_StartPosition = Annotated[int, Field(ge=0)]
 _TopNum = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
@@ -93,6 +96,12 @@ class GenerateBody(RequestFields):
         default=None, description="true: as logprob_start_len -1"
     )
     return_text_in_logprobs: bool | None = None
+    return_routed_experts: bool | ForEach[bool] | None = Field(
+        default=None, description="with --enable-return-routed-experts: each token's experts"
+    )
+    routed_experts_start_len: _StartPosition | ForEach[_StartPosition] | None = Field(
+        default=None, description="first position whose experts are returned; default: 0"
+    )
     return_meta_info: bool | None = Field(default=None, description="without effect: always there")
     stream_output: bool | None = Field(
         default=None,
@@ -144,20 +153,27 @@ class GenerateBody(RequestFields):
             yield map(sampling.to_sampling, range(sampling.num_choices))
 
     def options_of(self, num_prompts: int) -> list[dict[str, Any]]:
-        """Return each prompt's options, including the requested log-probabilities."""
+        """Return each prompt's options, including the requested log-probabilities and
+        experts."""
         given: Any = self.token_ids_logprob or []
         ids = given if given and isinstance(given[0], list) else [given] * num_prompts
         prompts_too = not self.return_output_logprob_only
         all_options = super().options_of(num_prompts)
-        names = ("return_logprob", "logprob_start_len", "top_logprobs_num")
+        names = ["return_logprob", "logprob_start_len", "top_logprobs_num"]
+        names += ["return_routed_experts", "routed_experts_start_len"]
         columns = [for_each(name, getattr(self, name), num_prompts) for name in names]
         columns.append(for_each("token_ids_logprob", ids, num_prompts))
-        for options, is_scored, start, top, own_ids in zip(all_options, *columns, strict=True):
+        for options, is_scored, start, top, is_routed, first, own_ids in zip(
+            all_options, *columns, strict=True
+        ):
             if is_scored:
                 options["return_logprob"] = True
                 options["logprob_start_len"] = start if prompts_too and start is not None else -1
                 options["top_logprobs_num"] = top or 0
                 options["token_ids_logprob"] = own_ids
+            if is_routed:
+                options["return_routed_experts"] = True
+                options["routed_experts_start_len"] = first or 0
         return all_options
 
 
@@ -313,6 +329,7 @@ def describe(stream: RequestStream, chunk: Chunk, **logprobs: Any) -> MetaInfo:
         more = {"stop": ("matched", finish.matched), "length": ("length", num_tokens)}
         name, value = more.get(finish.type, ("message", finish.message))
         reason = {"type": finish.type, name: value}
+    experts = None if finish is None else stream.routed_experts
     return MetaInfo(
         id=stream.client_rid,
         prompt_tokens=stream.num_prompt_tokens,
@@ -324,6 +341,7 @@ def describe(stream: RequestStream, chunk: Chunk, **logprobs: Any) -> MetaInfo:
         e2e_latency=UNSET if finish is None else stream.e2e_latency_s,
         weight_versions=UNSET if finish is None else stream.weight_versions,
         has_old_kv=True if finish is not None and stream.has_old_kv else UNSET,
+        routed_experts=UNSET if experts is None else base64.b64encode(experts.tobytes()).decode(),
         **logprobs,
     )
 
