@@ -12,7 +12,16 @@ from numpy.typing import NDArray
 
 from sgl_jax.core.step_plan import BoolArray, Int32Array, PageTransfer
 
-Keys = NDArray[np.uint8]  # [n, bytes of a key]
+# A page is stored as values of this many tokens, or as one value if it is smaller. So engines with
+# pages of different sizes find each other's values.
+STORED_TOKENS = 16
+HASH_BYTES = 16
+# Reasons why a lookup finds nothing to load: the store has none of the pages; it has them in values
+# of another size; or it lacks the window or state at the ends of this engine's pages.
+STORE_MISSES = ("absent", "page_size", "not_resumable")
+# [n, bytes of a key]: for each value of a page, the hash of the prefix that ends with it; then the
+# number of the layer group, and the binary logarithm of the values' size in tokens.
+Keys = NDArray[np.uint8]
 
 
 class StoreTransfer(NamedTuple):
@@ -36,6 +45,9 @@ class TransferEnd(NamedTuple):
 
     For a search and a load, `found` has a flag for each key of each pool: the store has the key, or
     the block holds its contents.
+
+    `has_other_sizes` is set by a search that found nothing, if the store has values of the same
+    tokens in a size that this engine cannot read.
     """
 
     dp_rank: int
@@ -43,6 +55,7 @@ class TransferEnd(NamedTuple):
     succeeded: bool
     seconds: float = 0.0  # since its start
     found: tuple[BoolArray, ...] = ()
+    has_other_sizes: bool = False
 
 
 class Transfers(NamedTuple):

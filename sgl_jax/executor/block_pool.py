@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
 from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.core.transfers import STORED_TOKENS
+from sgl_jax.mem_cache.device_pool import ChipView
 
 # Limits of one program run per rank.
 _PIECE_BYTES = 64 << 20
@@ -22,10 +24,19 @@ Bytes: TypeAlias = NDArray[Any]  # unsigned integers of the element size
 
 
 class BlockPool:
-    """The blocks of one pool: [blocks, layers, ...] for each local device and each array."""
+    """The blocks of one pool: [blocks, layers, ...] for each local device and each array.
 
-    def __init__(self, shapes: Sequence[Any], num_blocks: int, mesh: Mesh) -> None:
+    Attributes:
+        num_values: values of a block in a store.
+    """
+
+    def __init__(
+        self, shapes: Sequence[Any], views: Sequence[ChipView], num_blocks: int, mesh: Mesh
+    ) -> None:
+        """Allocate blocks for arrays of these shapes, of which `views` are the chips' parts."""
         self._shapes = tuple(shapes)
+        self._views = tuple(views)
+        self.num_values = max(views[0].num_tokens // STORED_TOKENS, 1)
         self._mesh = mesh
         self._dp_size = mesh.shape["data"]
         self._num_pages = shapes[0].shape[1] // self._dp_size  # per rank
@@ -118,27 +129,51 @@ class BlockPool:
 
     # -- blocks, on the thread of their transfer ----------------------------------------------
 
-    def _parts(self, dp_rank: int, block: int) -> list[Bytes]:
-        """Return a block's arrays on this host's devices, in mesh order (not by device id)."""
+    def _of_chips(self, index: int, dp_rank: int, block: int) -> list[Bytes]:
+        """Return the parts of a block of array `index` on this host's devices, in mesh order (not
+        by device id), as [layers, parts, shared, tokens, size]: see `ChipView`."""
+        view, layers = self._views[index], self._shapes[index].shape[0]
         own = [device for device, rank in self._ranks.items() if rank == dp_rank]
-        return [
+        stored = [
             self._stored[index, device][block]
             for device in sorted(own, key=self._places.__getitem__)
-            for index in range(len(self._shapes))
         ]
+        shape = layers, view.num_parts, -1, view.num_tokens, view.size
+        return [part.reshape(shape) for part in stored]
 
-    def value(self, dp_rank: int, block: int) -> bytes:
-        return b"".join(part.tobytes() for part in self._parts(dp_rank, block))
+    def values(self, dp_rank: int, block: int) -> list[bytes]:
+        """Return the contents of a rank's block as the values that a store keeps, which depend
+        neither on the number of chips nor on the size of the page."""
+        joined = [
+            np.concatenate(self._of_chips(index, dp_rank, block), axis=2)[:, :, :: view.num_copies]
+            for index, view in enumerate(self._views)
+        ]
+        cut = [np.split(array, self.num_values, axis=3) for array in joined]
+        return [b"".join(part.tobytes() for part in parts) for parts in zip(*cut, strict=True)]
 
-    def set_value(self, dp_rank: int, block: int, value: bytes) -> bool:
-        """Write the contents of a rank's block; return False if the size does not match."""
-        parts = self._parts(dp_rank, block)
-        if len(value) != sum(part.nbytes for part in parts):
+    def set_values(self, dp_rank: int, block: int, values: Sequence[bytes]) -> bool:
+        """Write the contents of a rank's block; return False if a size does not match."""
+        chips = [self._of_chips(index, dp_rank, block) for index in range(len(self._views))]
+        num_bytes = sum(
+            sum(part.nbytes for part in parts) // view.num_copies
+            for parts, view in zip(chips, self._views, strict=True)
+        )
+        if any(len(value) * self.num_values != num_bytes for value in values):
             return False
         start = 0
-        for part in parts:
-            part[...] = np.frombuffer(value, part.dtype, part.size, start).reshape(part.shape)
-            start += part.nbytes
+        for parts, view in zip(chips, self._views, strict=True):
+            layers, num_parts, shared, tokens, size = parts[0].shape
+            num_shared = len(parts) * shared // view.num_copies
+            shape = layers, num_parts, num_shared, tokens // self.num_values, size
+            dtype, length = parts[0].dtype, math.prod(shape)
+            joined = np.concatenate(
+                [np.frombuffer(value, dtype, length, start).reshape(shape) for value in values],
+                axis=3,
+            )
+            start += length * dtype.itemsize
+            of_chips = np.split(joined.repeat(view.num_copies, axis=2), len(parts), axis=2)
+            for part, own in zip(parts, of_chips, strict=True):
+                part[...] = own
         return True
 
     def write(self, dp_rank: int, blocks: Int32Array, values: Arrays) -> None:

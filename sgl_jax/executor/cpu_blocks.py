@@ -23,12 +23,12 @@ from jax.sharding import Mesh
 
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.step_plan import Int32Array, PageTransfer
-from sgl_jax.core.transfers import StoreTransfer, TransferEnd, Transfers
+from sgl_jax.core.transfers import HASH_BYTES, StoreTransfer, TransferEnd, Transfers
 from sgl_jax.executor.block_pool import Arrays, BlockPool
 from sgl_jax.executor.block_stores.block_store import BlockStore
 from sgl_jax.executor.step import StepState
 from sgl_jax.executor.store_transfers import StoreTransfers
-from sgl_jax.mem_cache.device_pool import LayerStates
+from sgl_jax.mem_cache.device_pool import ChipView, LayerStates
 
 logger = logging.getLogger(__name__)
 
@@ -50,15 +50,18 @@ class CpuBlocks:
 
     Args:
         state: shapes of the tables and pools, see `EngineConfig.state_shapes`.
+        views: the chips' parts of each pool's arrays, see `EngineConfig.chip_views`.
         sizes: the engine's sizes, with `host_blocks`.
         mesh: ('data', 'tensor').
     """
 
-    def __init__(self, state: Any, sizes: EngineSizes, mesh: Mesh) -> None:
+    def __init__(
+        self, state: Any, views: Sequence[Sequence[ChipView]], sizes: EngineSizes, mesh: Mesh
+    ) -> None:
         self._sizes = sizes
         self._pools = [
-            BlockPool(shapes, num_blocks, mesh)
-            for shapes, num_blocks in zip(_pools_of(state), sizes.host_blocks, strict=True)
+            BlockPool(*pool, mesh)
+            for pool in zip(_pools_of(state), views, sizes.host_blocks, strict=True)
         ]
         self._thread = ThreadPoolExecutor(1, "cpu blocks")
         self._fetches: dict[tuple[int, int], Future[list[_Piece]]] = {}
@@ -105,8 +108,12 @@ class CpuBlocks:
         num_pages, listed = self._timed_pages()
         if self.store is None or num_pages == 0:
             return 0.0
-        pools = [np.full_like(blocks, pool) for pool, blocks in enumerate(listed)]
-        keys = [np.stack(each, axis=1).view(np.uint8) for each in zip(pools, listed, strict=True)]
+        keys = []
+        for number, (pool, blocks) in enumerate(zip(self._pools, listed, strict=True)):
+            own = np.zeros((len(blocks), pool.num_values * HASH_BYTES + 2), np.uint8)
+            own[:, :-2:HASH_BYTES] = np.arange(pool.num_values)
+            own[:, 1:-2:HASH_BYTES], own[:, -2] = blocks[:, None], number
+            keys.append(own)
         move = StoreTransfer(0, 0, tuple(keys), listed)
         self.store.begin([], [], [move])
         self.store.begin([], [move], [])

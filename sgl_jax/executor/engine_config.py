@@ -33,6 +33,7 @@ from sgl_jax.layers.kernels import invariant_kernels, kernels_of
 from sgl_jax.layers.sampling.row_params import packed_width
 from sgl_jax.layers.sampling.sample import BLOCK_ROWS
 from sgl_jax.mem_cache.device_pool import (
+    ChipView,
     KVPoolLayout,
     StatePoolLayout,
     kv_pool_shape,
@@ -45,7 +46,7 @@ from sgl_jax.models.expert_placement import ExpertPlacement, placement_for
 _UNROLLED_LAYERS = 4
 _MOST_DECODE_STEPS = 16  # that the engine's loop chooses
 _EIGHT_BITS = cache_dtype_name(EIGHT_BITS)
-_KV_VERSION = "sgl_jax KV 1"  # change it whenever the values in pages change
+_KV_VERSION = "sgl_jax KV 2"  # change it whenever the values in pages change
 
 
 class EngineConfig(NamedTuple):
@@ -259,16 +260,26 @@ class EngineConfig(NamedTuple):
         return page_bytes
 
     @property
+    def chip_views(self) -> list[tuple[ChipView, ...]]:
+        """Return the chips' parts of the arrays of each pool, as in `page_bytes`."""
+        views: list[tuple[ChipView, ...]] = [(layout.chip_view,) for layout in self.pool_layouts]
+        if self.state_layout is not None:
+            views.append(tuple(self.state_layout.chip_views))
+        return views
+
+    @property
     def kv_layout(self) -> str:
-        """Return text with everything that determines a page's contents except weights and tokens;
-        blocks stored under a different text are not read."""
-        return " ".join(
-            [
-                f"{_KV_VERSION} tp {self.args.tp_size} page {self.args.page_size}",
-                self.args.dtype,
-                *map(repr, (self.model, self.pool_layouts, self.state_layout, self.groups)),
-            ]
-        )
+        """Return text with everything that determines a token's KV except weights and tokens.
+        Blocks stored under a different text are not read.
+
+        It depends neither on the number of chips nor on the page size, which change KV by rounding
+        only; except for deterministic inference, which promises equal answers.
+        """
+        layouts = tuple(layout.of_one_chip(page_size=1) for layout in self.pool_layouts)
+        described = self.model, layouts, self.state_layout, self.groups
+        sizes = (self.args.tp_size, self.args.page_size)
+        fixed = sizes if self.args.enable_deterministic_inference else ()
+        return " ".join([_KV_VERSION, self.args.dtype, *map(repr, (*described, fixed))])
 
     def _host_blocks(self, pool_pages: tuple[int, ...]) -> tuple[int, ...]:
         if not self.args.enable_hierarchical_cache or max(pool_pages, default=0) < 2:

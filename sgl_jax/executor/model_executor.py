@@ -102,7 +102,9 @@ class ModelExecutor(Executor):
         self.cpu_blocks: CpuBlocks | None = None
         if self.sizes.host_blocks:
             require_host_bytes(config.host_bytes(self.sizes, args.num_hosts))
-            self.cpu_blocks = CpuBlocks(self._state_shapes[0], self.sizes, self._mesh)
+            self.cpu_blocks = CpuBlocks(
+                self._state_shapes[0], config.chip_views, self.sizes, self._mesh
+            )
             self._layout = config.kv_layout
             if args.hicache_storage_backend != "none":
                 self.cpu_blocks.open_store(
@@ -306,7 +308,7 @@ class ModelExecutor(Executor):
             self.store.fingerprint = secrets.token_hex(16) if keeps_kv else self._kv_fingerprint()
 
     def _kv_fingerprint(self) -> str:
-        weights = weights_fingerprint(self.weights.arrays)
+        weights = weights_fingerprint(self.weights.with_places())
         return hashlib.blake2b(f"{weights} {self._layout}".encode(), digest_size=16).hexdigest()
 
     def ended_transfers(self) -> list[TransferEnd]:

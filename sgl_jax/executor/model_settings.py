@@ -86,13 +86,15 @@ def _decode_steps(args: ServerArgs, model: ModelConfig) -> str:
 def pool_layout(args: ServerArgs, model: ModelConfig, group: CacheGroup) -> KVPoolLayout:
     """Return the contents of a page of `group`, one of those that share a pool."""
     own, model = model.latent, model.of_layer(model.all_layers[group.layers[0]])
+    num_kv_heads = replicated_kv_heads(model.num_heads, model.num_kv_heads, args.tp_size)
     return KVPoolLayout(
         num_layers=len(group.layers),
-        num_kv_heads=replicated_kv_heads(model.num_heads, model.num_kv_heads, args.tp_size),
+        num_kv_heads=num_kv_heads,
         page_size=args.page_size,
         head_dim=latent_row_size(own.rank, own.rope_dim) if own else model.head_dim,
         dtype=cache_dtype(args.kv_cache_dtype),
         is_latent=own is not None,
+        num_copies=num_kv_heads // model.num_kv_heads,
     )
 
 

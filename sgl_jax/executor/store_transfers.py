@@ -15,13 +15,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain, compress, islice
+from operator import not_
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from sgl_jax.core.daemon_thread import DaemonThread
 from sgl_jax.core.step_plan import BoolArray
-from sgl_jax.core.transfers import StoreTransfer, TransferEnd
+from sgl_jax.core.transfers import HASH_BYTES, STORED_TOKENS, StoreTransfer, TransferEnd
 from sgl_jax.executor.block_stores.block_store import BlockStore, StoreBusyError
 
 logger = logging.getLogger(__name__)
@@ -40,12 +42,15 @@ _BATCH = 16
 
 
 class BlockContents(Protocol):
-    """The blocks of one pool."""
+    """The blocks of one pool, each of which is stored as `num_values` values."""
 
-    def value(self, dp_rank: int, block: int) -> bytes: ...
+    @property
+    def num_values(self) -> int: ...
 
-    def set_value(self, dp_rank: int, block: int, value: bytes) -> bool:
-        """Write a block; return False, without a change, if the value has the wrong size."""
+    def values(self, dp_rank: int, block: int) -> list[bytes]: ...
+
+    def set_values(self, dp_rank: int, block: int, values: Sequence[bytes]) -> bool:
+        """Write a block; return False, without a change, if a value has the wrong size."""
         ...
 
 
@@ -81,20 +86,25 @@ class _Job:
     def __init__(
         self,
         move: StoreTransfer,
+        pools: Sequence[BlockContents],
         fingerprint: str,
         lane: _Lane,
         on_end: Callable[[TransferEnd], object],
     ) -> None:
         self.dp_rank, self.end_s, self.lane = move.dp_rank, move.end_s, lane
-        # By pool.
-        self.keys = [[f"{fingerprint}/{bytes(key).hex()}" for key in own] for own in move.keys]
+        # By pool: the keys of each block's values.
+        self.keys = [
+            [_value_keys(fingerprint, bytes(key), pool.num_values) for key in own]
+            for own, pool in zip(move.keys, pools, strict=True)
+        ]
         self.blocks = [listed.tolist() for listed in move.blocks]
         self._number = move.number
         self._on_end = on_end
         self._lock = threading.Lock()
         self.has_ended = False
+        self.has_other_sizes = False
 
-    def batches(self) -> Iterator[tuple[int, list[str], list[int], slice]]:
+    def batches(self) -> Iterator[tuple[int, list[list[str]], list[int], slice]]:
         """Yield the pool, keys and blocks of each part, and its slice of the pool's list."""
         for pool, (keys, blocks) in enumerate(zip(self.keys, self.blocks, strict=True)):
             for first in range(0, len(blocks), _BATCH):
@@ -115,7 +125,7 @@ class _Job:
         with self._lock:
             if not self.has_ended:
                 end = TransferEnd(self.dp_rank, self._number, succeeded, seconds, tuple(found))
-                self._on_end(end)
+                self._on_end(end._replace(has_other_sizes=self.has_other_sizes))
                 self.has_ended = True
 
 
@@ -271,7 +281,7 @@ class StoreTransfers:
     def _start(
         self, move: StoreTransfer, transfer: Callable[[_Job], list[BoolArray]], lane: _Lane
     ) -> None:
-        job = _Job(move, self.fingerprint, lane, self._on_end)
+        job = _Job(move, self._pools, self.fingerprint, lane, self._on_end)
         if self._probe_at_s is not None:
             job.end(succeeded=False)
             return
@@ -296,27 +306,55 @@ class StoreTransfers:
         job.end(succeeded=succeeded, seconds=time.monotonic() - begin_s, found=found)
 
     def _search(self, job: _Job) -> list[BoolArray]:
-        return [np.array(job.lane.call(self._store.exists, keys), np.bool_) for keys in job.keys]
+        found = []
+        for keys in job.keys:
+            has = iter(job.lane.call(self._store.exists, list(chain.from_iterable(keys))))
+            found.append(np.array([all(list(islice(has, len(own)))) for own in keys], np.bool_))
+        if job.keys[0] and not found[0].any():
+            others = [other for own in job.keys[0][:_BATCH] for other in _other_sizes(own[-1])]
+            job.has_other_sizes = any(job.lane.call(self._store.exists, others))
+        return found
 
     def _load(self, job: _Job) -> list[BoolArray]:
         found = [np.zeros(len(blocks), np.bool_) for blocks in job.blocks]
         for pool, keys, blocks, part in job.batches():
             if job.end_s is not None and time.monotonic() > job.end_s:
                 break
-            values = job.lane.call(self._store.get, keys)
-            own = self._pools[pool]
+            values = iter(job.lane.call(self._store.get, list(chain.from_iterable(keys))))
+            of_blocks = [list(islice(values, len(own))) for own in keys]
             with job.using_blocks():
                 found[pool][part] = [
-                    value is not None and own.set_value(job.dp_rank, block, value)
-                    for block, value in zip(blocks, values, strict=True)
+                    None not in own and self._pools[pool].set_values(job.dp_rank, block, own)
+                    for block, own in zip(blocks, of_blocks, strict=True)
                 ]
         return found
 
     def _put(self, job: _Job) -> list[BoolArray]:
         for pool, keys, blocks, _ in job.batches():
-            has = job.lane.call(self._store.exists, keys)
-            new = [i for i, is_there in enumerate(has) if not is_there]
+            has = iter(job.lane.call(self._store.exists, list(chain.from_iterable(keys))))
+            lacking = [
+                (block, own, is_there)
+                for block, own in zip(blocks, keys, strict=True)
+                if not all(is_there := list(islice(has, len(own))))
+            ]
+            new: dict[str, bytes] = {}
             with job.using_blocks():
-                values = [self._pools[pool].value(job.dp_rank, blocks[i]) for i in new]
-            job.lane.call(self._store.put, [keys[i] for i in new], values)
+                for block, own, is_there in lacking:
+                    values = self._pools[pool].values(job.dp_rank, block)
+                    new.update(compress(zip(own, values, strict=True), map(not_, is_there)))
+            job.lane.call(self._store.put, list(new), list(new.values()))
         return []
+
+
+def _value_keys(fingerprint: str, key: bytes, num_values: int) -> list[str]:
+    """Return the keys of the last `num_values` values of a page: all of them, or the only one of
+    a state."""
+    hashes, rest = key[-2 - num_values * HASH_BYTES : -2], key[-2:].hex()
+    starts = range(0, len(hashes), HASH_BYTES)
+    return [f"{fingerprint}/{hashes[i : i + HASH_BYTES].hex()}{rest}" for i in starts]
+
+
+def _other_sizes(key: str) -> list[str]:
+    """Return the keys of values of all other sizes that end at the same token."""
+    sizes = range(STORED_TOKENS.bit_length())
+    return [other for i in sizes if (other := f"{key[:-2]}{i:02x}") != key]

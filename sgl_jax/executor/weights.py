@@ -17,6 +17,7 @@ from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.layers.mesh_axes import of_each_host
 from sgl_jax.layers.parameter import ParamTree
 from sgl_jax.layers.parameter import Path as ParamPath
+from sgl_jax.layers.tensor_keys import Places
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.placement import PlacedModel
 from sgl_jax.models.served import served_config
@@ -103,6 +104,18 @@ class ServedWeights:
     def _use(self, params: Mapping[ParamPath, Leaf]) -> None:
         self._params = dict(params)
         self.arrays = tuple(jax.tree.leaves(unflatten_mapping(self._params)))
+
+    def with_places(self) -> list[tuple[jax.Array, Places | None]]:
+        """Return all parameters, each with `Source.plain_places` unless it is plain."""
+        found: list[tuple[jax.Array, Places | None]] = []
+        for path, leaf in sorted(self._params.items()):
+            source = self._model.declared[path].source
+            places = None if source is None or source.is_plain else source.plain_places()
+            if isinstance(leaf, tuple):  # an array for each layer
+                found += [(array, places and places[1:]) for array in leaf]
+            else:
+                found.append((leaf, places))
+        return found
 
     @property
     def is_mixed(self) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_jax.layers.sources import Derived, Source, swapped
-from sgl_jax.layers.tensor_keys import Index, MatrixPart, Shape, TensorKey, Tensors
+from sgl_jax.layers.tensor_keys import Index, MatrixPart, Places, Shape, TensorKey, Tensors
 
 
 def paired_order(head_dim: int, num_turned: int) -> tuple[int, ...]:
@@ -101,6 +101,11 @@ class HeadVectors(Source):
         heads = plain.reshape(self.num_stored, -1)
         return jnp.repeat(heads, self.num_heads // self.num_stored, axis=0).reshape(-1)
 
+    def plain_places(self) -> Places:
+        places = np.full((self.num_stored, self.num_heads // self.num_stored, len(self.order)), -1)
+        places[:, 0] = np.arange(self.num_stored * len(self.order)).reshape(self.num_stored, -1)
+        return (places.reshape(-1).astype(np.int32),)
+
 
 @dataclass(frozen=True)
 class FusedHeads(Source):
@@ -190,6 +195,18 @@ class FusedHeads(Source):
         q = q.reshape(*inputs, heads.num_kv, heads.group, heads.head_dim)
         kv = jnp.repeat(kv, heads.num_kv // heads.num_stored_kv, axis=-3)
         return jnp.concatenate([q, kv], axis=-2).reshape(self.shape)
+
+    def plain_places(self) -> Places:
+        heads = self.heads
+        copies, num_parts = heads.num_kv // heads.num_stored_kv, heads.num_kv_parts
+        num_q = copies * heads.group
+        whole = np.arange(self.plain_shape[-1]).reshape(heads.num_stored_kv, -1, heads.head_dim)
+        places = np.full((heads.num_stored_kv, copies, heads.group + num_parts, heads.head_dim), -1)
+        by_copy = whole[:, :num_q].reshape(heads.num_stored_kv, copies, -1, heads.head_dim)
+        places[:, :, : heads.group] = by_copy
+        places[:, 0, heads.group :] = whole[:, num_q:]
+        inputs = (np.arange(size, dtype=np.int32) for size in self.inputs)
+        return *inputs, places.reshape(-1).astype(np.int32)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from jax import lax
 from numpy.typing import NDArray
 
 from sgl_jax.kernels.tpu_chip import LANES
-from sgl_jax.layers.tensor_keys import Has, Index, MatrixPart, Shape, TensorKey, Tensors
+from sgl_jax.layers.tensor_keys import Has, Index, MatrixPart, Places, Shape, TensorKey, Tensors
 
 _ROWS = 64  # transposed at a time
 
@@ -60,6 +60,11 @@ class Source(ABC):
     def fit(self, plain: jax.Array) -> jax.Array:
         """Convert an array of `plain_shape` to the parameter of the whole mesh."""
         return plain
+
+    def plain_places(self) -> Places:
+        """Return where each element is in the parameter of one chip. Experts in another order keep
+        their places."""
+        return tuple(np.arange(size, dtype=np.int32) for size in self.shape)
 
     def as_stored(self, has: Has, prefix: str = "") -> "Source":
         """Return the source for a checkpoint that `has` some tensors, see `OneOf`."""
@@ -180,6 +185,9 @@ class Swapped(Derived):
     def fit(self, plain: jax.Array) -> jax.Array:
         return self.part.fit(plain.swapaxes(-2, -1)).swapaxes(-2, -1)
 
+    def plain_places(self) -> Places:
+        return swapped(self.part.plain_places())
+
 
 @dataclass(frozen=True)
 class Slice(Derived):
@@ -287,6 +295,9 @@ class Stacked(Source):
         fitted: jax.Array = jax.vmap(self.part.fit)(plain)
         return fitted
 
+    def plain_places(self) -> Places:
+        return np.arange(len(self.prefixes), dtype=np.int32), *self.part.plain_places()
+
     def as_stored(self, has: Has, prefix: str = "") -> Source:
         return replace(self, part=self.part.as_stored(has, prefix + self.prefixes[0]))
 
@@ -337,6 +348,11 @@ class Padded(Derived):
     def fit(self, plain: jax.Array) -> jax.Array:
         widths = [(0, size - own) for own, size in zip(plain.shape, self.shape, strict=True)]
         return jnp.pad(plain, widths)
+
+    def plain_places(self) -> Places:
+        own = self.part.plain_places()
+        widths = (0, self.size - len(own[self.axis]))
+        return _with_axis(own, self.axis, np.pad(own[self.axis], widths, constant_values=-1))
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
 Shape = tuple[int, ...]
@@ -38,6 +39,9 @@ class TensorKey(NamedTuple):
     part: MatrixPart | None = None
 
 
+# For each axis of a parameter, int32 [size]: the index on one chip of each index, or -1 for padding
+# and for repeated copies.
+Places = tuple[NDArray[np.int32], ...]
 Has = Callable[[TensorKey, Shape], bool]  # True if a checkpoint has such a tensor of this shape
 
 

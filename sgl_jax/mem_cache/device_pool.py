@@ -26,6 +26,16 @@ KV_POOL_SPEC = P(None, "data", "tensor", None, None)
 _LANES = 128
 
 
+class ChipView(NamedTuple):
+    """A chip's part of a page or state as [layers, parts, shared, tokens, size]: chips share axis
+    2, the heads or channels. Joined along it, the parts do not depend on the number of chips."""
+
+    num_parts: int  # K and V, or the inputs of a convolution
+    num_tokens: int  # 1 for a state
+    size: int  # numbers per token and head or channel
+    num_copies: int = 1  # adjacent entries of axis 2 with the same values
+
+
 class KVPoolLayout(NamedTuple):
     """The contents of one KV page, over all chips of a rank."""
 
@@ -37,6 +47,18 @@ class KVPoolLayout(NamedTuple):
     # One row per token for all heads of a chip, in place of K and V: `head_dim` is the row's size,
     # and `num_kv_heads` is the number of chips, each with a copy of the row.
     is_latent: bool = False
+    num_copies: int = 1  # of each KV head or latent, within `num_kv_heads`
+
+    @property
+    def chip_view(self) -> ChipView:
+        is_joint = self.is_latent or 2 * self.head_dim == _LANES
+        row_size = self.page_shape[-1]
+        return ChipView(1 if is_joint else 2, self.page_size, row_size, self.num_copies)
+
+    def of_one_chip(self, page_size: int) -> "KVPoolLayout":
+        """Return the layout on a chip that holds each head once."""
+        num_heads = self.num_kv_heads // self.num_copies
+        return self._replace(num_kv_heads=num_heads, num_copies=1, page_size=page_size)
 
     @property
     def page_shape(self) -> tuple[int, int, int]:
@@ -116,6 +138,12 @@ class StatePoolLayout(NamedTuple):
         return LayerStates(
             (tp_size * rows, row_size), (own.num_value_heads, own.key_dim, own.value_dim)
         )
+
+    @property
+    def chip_views(self) -> LayerStates:
+        own = self.recurrence
+        matrix = ChipView(1, 1, own.key_dim * own.value_dim)
+        return LayerStates(ChipView(own.conv_size - 1, 1, 1), matrix)
 
     @property
     def slot_bytes(self) -> int:

@@ -17,6 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from sgl_jax.core.engine_messages import HostReport
 from sgl_jax.core.messages import HINT_OUTCOMES, HINTS
+from sgl_jax.core.transfers import STORE_MISSES
 from sgl_jax.metrics.rank_state import (
     FULL,
     STATES,
@@ -245,6 +246,19 @@ FIGURES = (
     _count("host_failed_transfers", "transfers of host memory that failed"),
     _count("store_loaded_tokens", "tokens of prefixes loaded from the store below host memory"),
     _count("store_put_blocks", "blocks put into that store"),
+    Figure(
+        "store_misses",
+        "lookups that found nothing to load: the store has none of the pages (absent), has them in "
+        "values of another size (page_size), or lacks a window or state at the ends of this "
+        "engine's pages (not_resumable)",
+        lambda state: [
+            (why, rank["dp_rank"], rank["counters"][f"store_misses_{why}"])
+            for rank in state["ranks"]
+            for why in STORE_MISSES
+        ],
+        ("reason", "dp_rank"),
+        is_counter=True,
+    ),
     Figure(
         "cache_hints",
         "hints of clients that order evictions, order them for a shorter time, or do not",

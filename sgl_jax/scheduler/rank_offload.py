@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.core.transfers import STORE_MISSES
 from sgl_jax.mem_cache.memory_view import CpuPoolView
 from sgl_jax.mem_cache.offload.cpu_ledger import audit_cpu_slices, audit_cpu_tier, check_cpu_balance
 from sgl_jax.mem_cache.offload.cpu_tier import CpuTier
@@ -168,4 +169,5 @@ class RankOffload:
             "host_failed_transfers": tier.num_failed if tier else 0,
             "store_put_blocks": store.writes.num_blocks if store else 0,
             "store_loaded_tokens": store.num_loaded_tokens if store else 0,
+            **{f"store_misses_{why}": store.misses[why] if store else 0 for why in STORE_MISSES},
         }

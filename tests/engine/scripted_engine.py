@@ -58,6 +58,7 @@ from sgl_jax.core.messages import (
 from sgl_jax.core.progress import Progress
 from sgl_jax.core.sampling_params import choice_seed
 from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.core.transfers import STORE_MISSES
 from sgl_jax.core.weight_messages import UpdateWeightsFromDisk, UpdateWeightsFromTensor
 from sgl_jax.engine.channels import Channel
 from sgl_jax.engine.process import run_engine
@@ -94,6 +95,7 @@ RANK_COUNTERS = {
     **HintCounts().counters(),
     **EvictionPolicy().retained_pages,
     **dict.fromkeys(("store_put_blocks", "store_loaded_tokens"), 0),
+    **{f"store_misses_{why}": 0 for why in STORE_MISSES},
 }
 CHANGES = (PauseGeneration, ContinueGeneration, UpdateWeightsFromDisk, SetInternalState)
 

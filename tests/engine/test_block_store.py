@@ -20,7 +20,6 @@ from tests.engine.test_host_memory import (
     check_at_rest,
     conversations,
     is_moving,
-    long_but,
 )
 from tests.support.waiting import until
 
@@ -77,7 +76,9 @@ def two_engines(settings: dict[str, Any]) -> tuple[list[Any], list[Any], dict[st
     return expected, found, counters
 
 
-@pytest.mark.parametrize("case", long_but(CASES, "drafts"))
+# By default, the test of other sizes below runs.
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES)
 def test_a_second_engine_finds_what_the_first_one_stored(tmp_path: Path, case: str) -> None:
     given = {name: value for name, value in CASES[case].items() if name != "hicache_write_policy"}
     expected, found, counters = two_engines(
@@ -86,6 +87,61 @@ def test_a_second_engine_finds_what_the_first_one_stored(tmp_path: Path, case: s
     assert counters["store_loaded_tokens"] > 0
     assert [each[:2] for each in found] == [each[:2] for each in expected]
     assert [each[2] for each in found] == [each[2] for each in expected]
+
+
+def other_sizes(
+    folder: Path, family: str, writer: tuple[int, int], reader: tuple[int, int]
+) -> tuple[list[int], dict[str, int]]:
+    """Cached tokens and counters of an engine that answers prompts of 129 tokens, which an engine
+    of other sizes has answered; sizes are chips and tokens of a page. Answers must be equal."""
+    outputs, cached = [], []
+    for tp_size, page_size in (writer, reader):
+        sizes = {"tp_size": tp_size, "page_size": page_size}
+        with Engine(**settings_with(folder, GOLDEN / family, **sizes)) as engine:
+            talks = conversations(engine.info["vocab_size"])
+            found = ask(engine, [talk[0][:129] for talk in talks[1:4]])
+            until(lambda: not is_moving(engine), "transfers end")
+            counters = engine.server_info()["counters"]
+            check_at_rest(engine)
+        outputs.append([each[0] for each in found])
+        cached = [each[2] for each in found]
+    assert outputs[0] == outputs[1]
+    return cached, counters
+
+
+def check_all_found(
+    folder: Path, family: str, writer: tuple[int, int], reader: tuple[int, int]
+) -> None:
+    cached, counters = other_sizes(folder, family, writer, reader)
+    assert cached == [128, 128, 128]
+    assert counters["store_loaded_tokens"] == sum(cached)
+
+
+def test_an_engine_with_more_chips_and_larger_pages_finds_stored_prefixes(tmp_path: Path) -> None:
+    check_all_found(tmp_path, "qwen3", (1, 16), (2, 32))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["llama", *FAMILIES])
+def test_an_engine_with_fewer_chips_and_smaller_pages_finds_stored_prefixes(
+    tmp_path: Path, family: str
+) -> None:
+    check_all_found(tmp_path, family, (2, 32), (1, 16))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "qwen3_5"])
+def test_an_engine_with_copies_of_heads_finds_stored_prefixes(tmp_path: Path, family: str) -> None:
+    tp_size = 2 if family == "qwen3_5" else 4  # of its 2 recurrent key heads there are no copies
+    check_all_found(tmp_path, family, (1, 16), (tp_size, 64))
+
+
+@pytest.mark.long
+def test_a_window_within_a_larger_page_is_a_counted_miss(tmp_path: Path) -> None:
+    """The store has the window before a prefix's end, but not all of the reader's page."""
+    cached, counters = other_sizes(tmp_path, "gemma3", (1, 16), (1, 64))
+    assert cached == [0, 0, 0]
+    assert counters["store_misses_not_resumable"] == 3
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -15,6 +15,7 @@ from sgl_jax.core.step_plan import PageTransfer
 from sgl_jax.core.transfers import Transfers
 from sgl_jax.executor.block_pool import BlockPool
 from sgl_jax.executor.model_executor import ModelExecutor
+from sgl_jax.mem_cache.device_pool import ChipView
 
 HOST: dict[str, Any] = {"enable_hierarchical_cache": True, "hicache_ratio": 2.0}
 
@@ -66,23 +67,21 @@ def test_the_warm_up_measures_and_leaves_nothing(make_args: Callable[..., Server
 @pytest.mark.parametrize("order", [(2, 0, 3, 1), (3, 2, 1, 0)])
 def test_the_bytes_of_a_block_are_in_the_order_of_the_mesh(order: tuple[int, ...]) -> None:
     """So an engine finds blocks that another one with other ids of devices has stored."""
-    contents = np.arange(2 * 8 * 4 * 6, dtype=np.float32).reshape(2, 8, 4, 6)
+    contents = np.arange(2 * 8 * 4 * 6, dtype=np.float32).reshape(2, 8, 4, 1, 6)
     pages, blocks = np.array([3, 1], np.int32), np.array([1, 2], np.int32)
     values = []
     for devices in ((0, 1, 2, 3), order):
         mesh = Mesh(np.array(jax.devices())[list(devices)].reshape(2, 2), ("data", "tensor"))
-        sharding = NamedSharding(mesh, P(None, "data", None, "tensor"))
-        pool = BlockPool(
-            [jax.ShapeDtypeStruct(contents.shape, np.float32, sharding=sharding)], 3, mesh
-        )
+        sharding = NamedSharding(mesh, P(None, "data", "tensor"))
+        shape = jax.ShapeDtypeStruct(contents.shape, np.float32, sharding=sharding)
+        pool = BlockPool([shape], [ChipView(1, 1, 6)], 3, mesh)
         arrays = (jax.device_put(contents, sharding),)
         pool.write(1, blocks, pool.gather(arrays, 1, pages))
-        values.append([pool.value(1, block) for block in (1, 2)])
+        values.append([pool.values(1, block) for block in (1, 2)])
     assert values[0] == values[1]
-    first = contents[:, 4 + 3]  # of rank 1
-    assert values[0][0] == first[:, :, :3].tobytes() + first[:, :, 3:].tobytes()
+    assert values[0][0] == [contents[:, 4 + 3].tobytes()], "of rank 1"
     # The other mesh's blocks come back from the bytes.
-    assert all(pool.set_value(1, block, values[0][block - 1]) for block in (1, 2))
+    assert all(pool.set_values(1, block, values[0][block - 1]) for block in (1, 2))
     empty = (jax.device_put(np.zeros_like(contents), sharding),)
     (written,) = pool.scatter(empty, 1, pages, pool.read(1, blocks))
     expected = np.zeros_like(contents)

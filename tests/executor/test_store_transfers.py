@@ -23,14 +23,16 @@ from tests.support.waiting import until
 class Contents:
     """Two blocks of one byte."""
 
+    num_values = 1
+
     def __init__(self) -> None:
         self.blocks = {1: b"a", 2: b"b"}
 
-    def value(self, dp_rank: int, block: int) -> bytes:
-        return self.blocks[block]
+    def values(self, dp_rank: int, block: int) -> list[bytes]:
+        return [self.blocks[block]]
 
-    def set_value(self, dp_rank: int, block: int, value: bytes) -> bool:
-        self.blocks[block] = value
+    def set_values(self, dp_rank: int, block: int, values: list[bytes]) -> bool:
+        (self.blocks[block],) = values
         return True
 
 
@@ -66,7 +68,7 @@ class Rig:
         self.transfers = StoreTransfers(self.store, [self.contents], "ab", self.ends.append)  # type: ignore[arg-type]
 
     def move(self, number: int, blocks: list[int], end_s: float | None = None) -> StoreTransfer:
-        keys = np.array([[block] * 17 for block in blocks], np.uint8)
+        keys = np.array([[block] * 18 for block in blocks], np.uint8)
         return StoreTransfer(0, number, (keys,), (np.array(blocks, np.int32),), end_s=end_s)
 
     def wait(self) -> TransferEnd:
@@ -120,7 +122,7 @@ def test_a_load_ends_in_time_with_what_it_has() -> None:
 
 def test_no_request_waits_for_a_put(monkeypatch: pytest.MonkeyPatch) -> None:
     rig, may_end = Rig(), threading.Event()
-    rig.store.values["ab/" + "01" * 17] = b"c"
+    rig.store.values["ab/" + "01" * 18] = b"c"
     monkeypatch.setattr(rig.store, "put", lambda *_: may_end.wait(10))
     search, load = (rig.move(number, [1])._replace(is_awaited=True) for number in (2, 3))
     rig.transfers.begin([], [], [rig.move(1, [2])])
@@ -162,7 +164,7 @@ CALLS = ("exists", "get", "put")
 
 def test_a_wait_keeps_each_answer_once_for_the_next_look() -> None:
     rig = Rig()
-    rig.store.values, rig.store.seconds = {f"ab/{'01' * 17}": b"c"}, 0.1
+    rig.store.values, rig.store.seconds = {f"ab/{'01' * 18}": b"c"}, 0.1
     rig.store.is_broken = True  # searches alone
     rig.transfers.begin([], [rig.move(1, [1])._replace(is_awaited=True)], [])
     rig.transfers.begin([rig.move(2, [1])], [], [])
@@ -202,7 +204,7 @@ class HangingRig(Rig):
             return inner(*args)
 
         setattr(self.store, call, hang)
-        self.store.values |= {f"ab/{'01' * 17}": b"c", f"ab/{'02' * 17}": b"d"}
+        self.store.values |= {f"ab/{'01' * 18}": b"c", f"ab/{'02' * 18}": b"d"}
 
     def begin(self, number: int, call: str, blocks: list[int]) -> None:
         move = self.move(number, blocks)._replace(is_awaited=call == "get")
@@ -216,7 +218,7 @@ class HangingRig(Rig):
 @pytest.mark.parametrize("call", CALLS)
 def test_an_overdue_call_suspends_the_store_until_it_answers_a_probe(call: str) -> None:
     rig = HangingRig(call)
-    rig.store.values.pop(f"ab/{'02' * 17}")
+    rig.store.values.pop(f"ab/{'02' * 18}")
     rig.begin(1, call, [2])
     rig.begin(2, call, [2])  # waits behind the first
     rig.until_hanging(1)

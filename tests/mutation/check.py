@@ -30,6 +30,7 @@ TESTS = (
     *("tests/mem_cache", "tests/scheduler", "tests/sessions"),
     *("tests/memory_view/test_reader.py", "tests/memory_view/test_frames.py"),
     *("tests/replay/test_view.py", "tests/server/memory/test_memory_routes.py"),
+    *("tests/executor/test_store_transfers.py", "tests/executor/test_stored_values.py"),
 )
 COPIED = ("sgl_jax", "benchmarks", "tests", "pyproject.toml", "README.md")
 TIMEOUT_S = 600

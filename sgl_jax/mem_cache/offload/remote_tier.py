@@ -8,7 +8,7 @@ may wait for that (`pending`).
 A key of the store depends on all tokens up to a page's end, so no lookup needs a tree.
 """
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -67,6 +67,7 @@ class RemoteTier:
         pending: ids of requests with a pending lookup or load.
         writes: the blocks that are written to the store.
         num_loaded_tokens: tokens loaded since the start.
+        misses: lookups without anything to load since the start, by reason.
         is_suspended: whether the store does not respond. Then no lookup or write begins.
         withdrawn: keys of pages, oldest first. Their values in the store may not be finite, so no
             load reads them.
@@ -96,6 +97,7 @@ class RemoteTier:
         self.pending: set[str] = set()
         self._released: list[str] = []  # ids removed from `pending` since the last take
         self.num_loaded_tokens = 0
+        self.misses = Counter[str]()
         self.is_suspended = False
         self._moving: dict[int, _Load] = {}  # lookups and loads, by transfer number
         self._under_way: dict[bytes, int] = {}  # the same, by the key of their first page
@@ -112,6 +114,7 @@ class RemoteTier:
     def inherit(self, before: "RemoteTier") -> None:
         self.writes.num_blocks = before.writes.num_blocks
         self.num_loaded_tokens = before.num_loaded_tokens
+        self.misses = before.misses
         self.is_suspended = before.is_suspended
         self.withdrawn = before.withdrawn
 
@@ -196,13 +199,17 @@ class RemoteTier:
         move = store_transfer(self._blocks, number, each.keys, each.is_moved, blocks)
         return move._replace(is_awaited=self._is_awaited(each))
 
-    def _begin_load(self, number: int, search: _Load, is_found: BoolArray) -> bool:
+    def _begin_load(self, search: _Load, is_found: BoolArray, end_of: TransferEnd) -> bool:
         """Load the found values of a lookup, up to the first page that a prefix lacks. Return False
         if there are none, free blocks are short, or computing them is sooner."""
-        page_size = self._blocks.page_size
+        page_size, number = self._blocks.page_size, end_of.number
         is_offered = np.ones((self._num_groups, len(search.tokens) // page_size), np.bool_)
         is_offered[:, search.first :] = is_found
         end = self._resumable_end(is_offered, search.first)
+        if end == search.first and end_of.succeeded:
+            has_pages = self._num_whole(is_offered) > end
+            reason = "page_size" if end_of.has_other_sizes else "absent"
+            self.misses["not_resumable" if has_pages else reason] += 1
         tokens = search.tokens[: end * page_size]
         is_offered = is_offered[:, :end]
         is_offered[:, : search.first] = False
@@ -303,7 +310,7 @@ class RemoteTier:
                 self._search_for_dependents(number, follows=num_pages > 0)
                 return
             is_found &= [key.tobytes() not in self.withdrawn for key in each.keys[0]]
-            if not is_found.any() or not self._begin_load(number, each, is_found):
+            if not self._begin_load(each, is_found, end):
                 self._waits_no_more(each)
                 self._search_for_dependents(number, follows=False)
 

@@ -31,6 +31,7 @@ class StoringRank(Rank):
         self.memory = RankMemory(0, sizes_with(host_ratio=host_ratio))
         self.tier = CpuTier(self.memory, "write_through", "lru", loads_all=True, has_store=True)
         self.stored = set() if stored is None else stored
+        self.has_other_sizes = False
 
     @property
     def store(self) -> RemoteTier:
@@ -42,7 +43,8 @@ class StoringRank(Rank):
         found = tuple(
             np.array([name.tobytes() in self.stored for name in own], np.bool_) for own in move.keys
         )
-        self.tier.ended(TransferEnd(0, move.number, succeeded, 0.01, found if succeeded else ()))
+        end = TransferEnd(0, move.number, succeeded, 0.01, found if succeeded else ())
+        self.tier.ended(end._replace(has_other_sizes=self.has_other_sizes))
         self.check()
 
     def put_all(self, transfers: Transfers) -> None:
@@ -477,13 +479,61 @@ def test_keys_depend_on_all_tokens_before() -> None:
 def test_keys_of_a_longer_prefix_begin_with_the_same(page_size: int) -> None:
     keys = ContentKeys(page_size, 2)
     tokens = np.random.default_rng(0).integers(0, 9, 3 * max(page_size, 1024) + 7, np.int32)
-    hashes, chained = [], hashlib.blake2b(b"a tenant", digest_size=16).digest()
-    for first in range(0, len(tokens) - page_size + 1, page_size):
-        page = tokens[first : first + page_size].tobytes()
-        chained = hashlib.blake2b(page, key=chained, digest_size=16).digest()
-        hashes.append(chained)
-    for length in (len(tokens), len(tokens) // 2, page_size, 0, len(tokens)):
+    whole = keys.of(tokens, "a tenant")
+    assert whole.shape == (2, len(tokens) // page_size, 16 * max(page_size // 16, 1) + 2)
+    for length in (len(tokens) // 2, page_size, 0, len(tokens)):
         found = keys.of(tokens[:length], "a tenant")
-        assert found.shape == (2, length // page_size, 17)
-        assert [key.tobytes()[:16] for key in found[1]] == hashes[: length // page_size]
+        assert np.array_equal(found, whole[:, : length // page_size])
     assert keys._hash_piece.cache_info().hits > 0, "no page is hashed twice"
+
+
+def test_the_hash_of_a_position_does_not_depend_on_the_page_size() -> None:
+    tokens = np.random.default_rng(0).integers(0, 9, 3 * 1024, np.int32)
+    hashes = {}
+    for page_size in (1, 4, 16, 64, 256, 2048):
+        keys = ContentKeys(page_size, 1).of(tokens, "a tenant")[0]
+        of_values = keys[:, :-2].reshape(-1, 16)
+        size = min(page_size, 16)
+        assert {*keys[:, -1].tolist()} == {size.bit_length() - 1}
+        for number, own in enumerate(of_values, start=1):
+            assert hashes.setdefault(number * size, own.tobytes()) == own.tobytes()
+    assert len(hashes) == len({*hashes.values()}) == len(tokens)
+    for position in (700, 1024, 1500):
+        chained = hashlib.blake2b(b"a tenant", digest_size=16).digest()
+        for first in range(0, position, 1024):
+            piece = tokens[first : min(first + 1024, position)].tobytes()
+            chained = hashlib.blake2b(piece, key=chained, digest_size=16).digest()
+        assert hashes[position] == chained
+
+
+def test_a_lookup_that_finds_nothing_is_counted_with_its_reason() -> None:
+    rank, tokens = StoringRank(), np.arange(12, dtype=np.int32)
+    assert not rank.search(tokens).loads
+    assert rank.store.misses == {"absent": 1}
+    rank.has_other_sizes = True
+    assert not rank.search(tokens).loads
+    assert rank.store.misses == {"absent": 1, "page_size": 1}
+    rank.store.search(WAITER, tokens, "", 0)
+    (lookup,) = rank.take().searches
+    rank.end(lookup, succeeded=False)
+    assert rank.store.misses.total() == 2, "a failure is not a miss"
+    rank.store_prefix(tokens)
+    other = StoringRank(rank.stored)
+    assert other.search(tokens).loads
+    assert not other.store.misses
+
+
+def test_pages_without_a_window_to_resume_from_are_a_miss_of_their_own() -> None:
+    groups = (*FULL_ATTENTION, CacheGroup(6, 1))
+    sizes = make_sizes(page_size=PAGE_SIZE, num_pages=33, groups=groups, host_ratio=2.0)
+    blocks = CpuPool(0, sizes, "lru")
+    numbers = iter(range(1, 9))
+    tier = RemoteTier(blocks, groups, LoadPrices(loads_all=True), lambda: next(numbers))
+    tokens = np.arange(4 * PAGE_SIZE, dtype=np.int32)
+    full, none = np.ones(4, np.bool_), np.zeros(4, np.bool_)
+    for window, misses in ((none, {"not_resumable": 1}), (full, {"not_resumable": 1})):
+        tier.search(WAITER, tokens, "", 0)
+        (searches, _, _) = tier.take()
+        tier.ended(TransferEnd(0, searches[0].number, True, 0.01, (full, window)))
+        assert tier.misses == misses
+    assert tier.waiting_loads
