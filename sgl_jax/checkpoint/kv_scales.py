@@ -86,9 +86,9 @@ def read_kv_scales(path: Path, config: ModelConfig) -> ScalesByHead:
 def stored_kv_scales(folder: Path, config: ModelConfig) -> ScalesByHead:
     """Return the scales of a checkpoint, one number a layer for K and one for V.
 
-    They are tensors `self_attn.k_scale` and `self_attn.v_scale` of layers with KV; an orbax
-    checkpoint has them in `KV_SCALES_FILE`. Raises CheckpointError if scales are missing, or are
-    not numbers above 0.
+    They are tensors `self_attn.k_scale` and `self_attn.v_scale` of layers with KV, or
+    `self_attn.k_proj.k_scale` and `self_attn.v_proj.v_scale`; an orbax checkpoint has them in
+    `KV_SCALES_FILE`. Raises CheckpointError if scales are missing, or are not numbers above 0.
     """
     if (folder / KV_SCALES_FILE).is_file():
         return read_kv_scales(folder / KV_SCALES_FILE, config)
@@ -97,14 +97,15 @@ def stored_kv_scales(folder: Path, config: ModelConfig) -> ScalesByHead:
         for kind, own in zip("kv", scales, strict=True):
             for layer, spec in enumerate(config.layers):
                 if spec.recurrence is None:
-                    own[layer] = _stored_scale(files, f".layers.{layer}.self_attn.{kind}_scale")
+                    own[layer] = _stored_scale(files, f".layers.{layer}.self_attn.", kind)
     return ScalesByHead(*scales)
 
 
-def _stored_scale(files: TensorFiles, suffix: str) -> float:
-    name = next((own for own in files.shapes if own.endswith(suffix)), None)
+def _stored_scale(files: TensorFiles, attention: str, kind: str) -> float:
+    suffixes = f"{attention}{kind}_scale", f"{attention}{kind}_proj.{kind}_scale"
+    name = next((own for own in files.shapes if own.endswith(suffixes)), None)
     if name is None:
-        raise CheckpointError(f"no tensor *{suffix}, though config.json has a kv_cache_scheme")
+        raise CheckpointError(f"no tensor *{suffixes[0]}, though the KV cache is quantized")
     tensor = np.asarray(files.read(name, ()), np.float32)
     if tensor.size != 1 or not np.isfinite(tensor).all() or tensor.min() <= 0:
         raise CheckpointError(f"{name} must be one number above 0")

@@ -25,6 +25,7 @@ from sgl_jax.models.config_defaults import (
 from sgl_jax.models.config_fields import (
     CONFIG_FILE,
     GENERATION_FILE,
+    QUANTIZATION_FILE,
     ModelConfigError,
     is_int,
     optional_float,
@@ -203,6 +204,10 @@ class ModelConfig:
         if folder.is_dir() and generation_file.is_file():
             generation = read_json(generation_file)
         raw = read_json(config_file)
+        quantization_file = config_file.parent / QUANTIZATION_FILE
+        if "quantization_config" not in raw and folder.is_dir() and quantization_file.is_file():
+            own = read_json(quantization_file)
+            raw = {**raw, "quantization_config": {"quant_method": "modelopt", **own}}
         try:
             return cls.from_dict(raw, generation)
         except ModelConfigError as error:

@@ -6,6 +6,7 @@ from typing import Any
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
+QUANTIZATION_FILE = "hf_quant_config.json"  # of Model Optimizer, if config.json has none
 _MAX_INT = 2**31 - 1
 
 

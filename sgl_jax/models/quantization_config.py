@@ -3,6 +3,7 @@
 An unsupported scheme or setting is refused by name.
 """
 
+import fnmatch
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -31,6 +32,7 @@ def read_quantization(raw: Mapping[str, Any]) -> QuantizationConfig | None:
         "awq": _awq,
         "gptq": _gptq,
         "mxfp4": _mxfp4,
+        "modelopt": _modelopt,
     }
     if method not in readers:
         known = ", ".join(readers)
@@ -245,6 +247,30 @@ def _gptq_rules(
 def _mxfp4(given: Mapping[str, Any]) -> QuantizationConfig:
     rule = Rule(Scheme("mxfp4", MXFP4_GROUP), Stored("mxfp4"))
     return QuantizationConfig(((("mlp.experts",), rule),), _names(given, "modules_to_not_convert"))
+
+
+def _modelopt(given: Mapping[str, Any]) -> QuantizationConfig:
+    """Read what NVIDIA's Model Optimizer writes to config.json, or to a file of its own, with other
+    names (`quantization`)."""
+    own = given.get("quantization", given)
+    if not isinstance(own, dict):
+        raise ModelConfigError(f"quantization of modelopt must be an object, got {own!r}")
+    algorithm = str(own.get("quant_algo")).upper()
+    if algorithm not in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
+        raise ModelConfigError(
+            "quant_algo of modelopt must be FP8 or FP8_PER_CHANNEL_PER_TOKEN, got "
+            f"{own.get('quant_algo')!r}"
+        )
+    cache = own.get("kv_cache_quant_algo", own.get("kv_cache_scheme"))
+    if isinstance(cache, dict):
+        _check(cache, "kv_cache_scheme", num_bits=8, type="float")
+    elif cache not in (None, "FP8"):
+        raise ModelConfigError(f"kv_cache_quant_algo of modelopt must be FP8, got {cache!r}")
+    scheme = Scheme("fp8", activation="fp8", has_input_scale=algorithm == "FP8")
+    wildcards = (*_names(own, "exclude_modules"), *_names(own, "ignore"))
+    ignored = [f"re:{fnmatch.translate(name)}" if "*" in name else name for name in wildcards]
+    rule = Rule(scheme, Stored("plain"))
+    return QuantizationConfig((((), rule),), (*ignored, "lm_head"), bool(cache))
 
 
 def _check(given: Any, owner: str, **allowed: Any) -> None:

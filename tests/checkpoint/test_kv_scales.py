@@ -127,6 +127,26 @@ def test_a_checkpoints_scales_serve_each_head_of_their_layer(tmp_path):
             np.testing.assert_array_equal(loaded[kind], expected)
 
 
+def test_scales_may_have_the_names_of_the_projections(tmp_path):
+    """A checkpoint of Model Optimizer has the same parts, with these names."""
+    tensors, renamed = read_tensors(STORED), {}
+    for name in tensors:
+        for kind in "kv":
+            if name.endswith(own := f"self_attn.{kind}_scale"):
+                module = name.removesuffix(own)
+                renamed[f"{module}self_attn.{kind}_proj.{kind}_scale"] = tensors[name]
+                renamed[name] = None
+    folder = changed_copy(tmp_path / "model", "ct_fp8_kv_scales", renamed)
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    own = {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "kv_cache_quant_algo": "FP8"}
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": own}))
+    loaded, expected = load_quantized(folder), load_quantized(STORED)
+    for kind in "kv":
+        np.testing.assert_array_equal(loaded[kind], expected[kind])
+
+
 def test_a_file_of_scales_wins_over_the_checkpoints(tmp_path):
     config = ModelConfig.from_path(STORED)
     scales = ScalesByHead(np.full((2, 2), 4, np.float32), np.full((2, 2), 8, np.float32))

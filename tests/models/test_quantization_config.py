@@ -38,6 +38,7 @@ FP8 = weights(type="float", strategy="tensor")
 BLOCK = weights(type="float", strategy="block", block_structure=[128, 128])
 AWQ = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": 64, "zero_point": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}
 PLAIN, PACKED = Stored("plain"), Stored("compressed")
 GPTQ_STORED = Stored("gptq", "scales", zero_points_less_one=True)
 
@@ -92,6 +93,12 @@ FORMS = [
         Scheme("fp8", activation="fp8", has_input_scale=True),
         Stored("plain", "weight_scale_inv", input_scale="activation_scale"),
     ),
+    (MODELOPT, Scheme("fp8", activation="fp8", has_input_scale=True), PLAIN),
+    (
+        MODELOPT | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+        Scheme("fp8", activation="fp8"),
+        PLAIN,
+    ),
     (AWQ, Scheme("int4", 64, has_zero_points=True), Stored("awq", "scales")),
     (
         {"quant_method": "awq", "version": "gemm", "w_bit": 4, "q_group_size": -1},
@@ -145,7 +152,11 @@ def test_a_scheme_of_the_cache_promises_scales():
     ("given", "words"),
     [
         ("int8", "must be an object"),
-        ({"quant_method": "bitsandbytes"}, "one of compressed-tensors, fp8, awq, gptq, mxfp4"),
+        ({"quant_method": "bitsandbytes"}, "compressed-tensors, fp8, awq, gptq, mxfp4, modelopt"),
+        (MODELOPT | {"quant_algo": "NVFP4"}, "must be FP8 or FP8_PER_CHANNEL_PER_TOKEN"),
+        (MODELOPT | {"kv_cache_scheme": {"num_bits": 4, "type": "float"}}, "num_bits"),
+        (MODELOPT | {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "NVFP4"}}, "FP8"),
+        (MODELOPT | {"quantization": "FP8"}, "must be an object"),
         ({"quant_method": "compressed-tensors"}, "needs config_groups"),
         (compressed("marlin-24", INT4), "int-quantized, float-quantized, naive-quantized, pack-"),
         (compressed("pack-quantized", weights(num_bits=2)), "supported: int of 8 bits, float of"),
@@ -205,6 +216,19 @@ def test_groups_of_other_targets_have_their_own_scheme():
     config = read_quantization({"quantization_config": given})
     assert config.rule_of("model.layers.0.mlp.down_proj").scheme.weight == "fp8"
     assert config.rule_of("model.layers.0.mlp.up_proj").scheme.weight == "int8"
+
+
+def test_model_optimizers_own_file_counts_if_config_json_has_no_quantization(tmp_path):
+    own = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
+    own["exclude_modules"] = ["lm_head", "model.layers.1*", "*.self_attn.o_proj"]
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": own}))
+    config = ModelConfig.from_path(tmp_path)
+    first, second = (spec.rules for spec in config.layers)
+    assert config.quantization.has_kv_scales
+    assert first.of("mlp.down_proj").scheme.weight == "fp8"
+    assert first.of("self_attn.o_proj") is None
+    assert second.of("mlp.down_proj") is None
 
 
 CLASS, EXPRESSION, NAME = "Linear", "re:.*down_proj", "model.layers.0.mlp.down_proj"
