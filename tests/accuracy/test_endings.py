@@ -1,10 +1,12 @@
 """However a request ends, while others are being retracted, its memory comes back."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.accuracy.endings import REQUEST_TIMEOUT_S, run_endings
+from tests.accuracy.served_models import DENSE
 from tests.accuracy.test_retract_accuracy import assert_sound
 from tests.accuracy.variants import SOME, Variant
 from tests.accuracy.workload import Outcome
@@ -19,8 +21,9 @@ ENDINGS = (
 @pytest.mark.long
 @pytest.mark.parametrize("variant", SOME, ids=lambda variant: variant.name)
 def test_every_ending_gives_its_memory_back(
-    variant: Variant, reference: Outcome, tmp_path: Path
+    variant: Variant, reference_of: Callable[..., Outcome], tmp_path: Path
 ) -> None:
+    reference = reference_of(DENSE)
     # Compiled first: requests that wait for a program would run out of time.
     limit = ("--request-timeout", str(REQUEST_TIMEOUT_S), *WARM)
     flags = (*variant.flags, *variant.retract_flags, *limit)

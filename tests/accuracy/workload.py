@@ -17,6 +17,7 @@ from tests.live.live_server import DEMO
 NUM_SHORT_QUESTIONS = 100
 NUM_LONG_QUESTIONS = 10  # about 1,060 tokens each
 NUM_QUESTIONS = NUM_SHORT_QUESTIONS + NUM_LONG_QUESTIONS
+NUM_SOME_QUESTIONS = 44  # the first ones, for default runs: four of them are long
 NUM_GENERATIONS = 14
 SHORT_TASKS = tuple(task for task in TASKS if task != "recall_long")
 # More than a server here runs at once, so that requests wait, and return after a retract to a
@@ -28,7 +29,7 @@ TIMEOUT_S = 240.0
 class Outcome(NamedTuple):
     """What a server answered."""
 
-    replies: list[str]  # to the questions
+    replies: list[str]  # to the first questions
     outputs: list[list[int]]  # of the long generations
 
     @property
@@ -75,12 +76,12 @@ def num_output_tokens() -> int:
     return sum(count for _, count in generations())
 
 
-def run(url: str) -> Outcome:
-    """Questions and generations at the same time."""
-    return asyncio.run(_run(url))
+def run(url: str, num_questions: int = NUM_QUESTIONS) -> Outcome:
+    """The first questions and all generations at the same time."""
+    return asyncio.run(_run(url, questions()[:num_questions]))
 
 
-async def _run(url: str) -> Outcome:
+async def _run(url: str, asked: list[Question]) -> Outcome:
     openai = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=TIMEOUT_S, max_retries=0)
     async with openai, client_of(url) as client:
 
@@ -89,7 +90,7 @@ async def _run(url: str) -> Outcome:
             return list((await generate(client, body))["output_ids"])
 
         replies, *outputs = await asyncio.gather(
-            ask_all(openai, "demo", questions(), CONCURRENT_QUESTIONS),
+            ask_all(openai, "demo", asked, CONCURRENT_QUESTIONS),
             *(output(prompt, count) for prompt, count in generations()),
         )
     return Outcome(replies, outputs)  # type: ignore[arg-type]

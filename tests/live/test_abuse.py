@@ -42,7 +42,7 @@ def test_every_malformed_body_is_refused_and_named(server: LiveServer) -> None:
 @pytest.mark.parametrize(
     ("phases", "max_examples"),
     [
-        ("examples,fuzzing", 10),
+        ("examples,fuzzing", 5),
         pytest.param("examples,coverage,fuzzing,stateful", 30, marks=pytest.mark.long),
     ],
 )
