@@ -9,9 +9,9 @@ from itertools import chain
 from typing import assert_never
 
 from sgl_jax.core.transfers import Transfers
-from sgl_jax.mem_cache.offload.saved_prefixes import SavedPrefix, SavedTree
+from sgl_jax.mem_cache.offload.remote_tier import RemoteTier
+from sgl_jax.mem_cache.offload.saved_prefixes import SavedPrefix, SavedTree, save_tree, tree_of
 from sgl_jax.scheduler import events
-from sgl_jax.scheduler.rank_offload import RankOffload
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request, RequestState
 from sgl_jax.scheduler.waiting.waiting_queue import WaitingQueue
@@ -28,24 +28,23 @@ class Offload:
     def __init__(self, ranks: Ranks, waiting: WaitingQueue) -> None:
         """Start without transfers; `waiting` are the requests without memory."""
         self._ranks, self._tiers, self._waiting = ranks.ranks, ranks.host_tiers, waiting
-        self.has_store = any(tier.store for tier in self._tiers)
+        self.has_store = bool(self._stores())
         self.num_store_failures = 0
 
     def handle(self, event: events.OffloadEvent) -> None:
         match event:
             case events.TransferEnded():
-                host = self._ranks[event.end.dp_rank].host
-                host.ended(event.end)
-                self._release(host)
+                self._tiers[event.end.dp_rank].ended(event.end)
+                self._release(event.end.dp_rank)
             case events.StoreOverdue():
-                host = self._ranks[event.dp_rank].host
-                host.overdue(event.number)
-                self._release(host)
+                store = self._tiers[event.dp_rank].store
+                assert store is not None, "only the store makes a request wait"
+                store.overdue(event.number)
+                self._release(event.dp_rank)
             case events.StoreSuspended():
                 self.num_store_failures += not event.answers
-                for tier in self._tiers:
-                    if tier.store is not None:
-                        tier.store.is_suspended = not event.answers
+                for store in self._stores():
+                    store.is_suspended = not event.answers
             case events.PrefillRate():
                 for tier in self._tiers:
                     tier.prices.prefill_rate = event.tokens_per_s
@@ -58,9 +57,14 @@ class Offload:
             case _:
                 assert_never(event)
 
-    def _release(self, host: RankOffload) -> None:
+    def _stores(self) -> list[RemoteTier]:
+        """Return the parts of the store. A reset of the devices replaces them."""
+        return [tier.store for tier in self._tiers if tier.store is not None]
+
+    def _release(self, dp_rank: int) -> None:
         """Recheck requests after a pending lookup or load of their prefix ended."""
-        for rid in host.take_released():
+        store = self._tiers[dp_rank].store
+        for rid in store.take_released() if store is not None else ():
             self._waiting.note_event(rid)
 
     def search_store(self, request: Request | None) -> None:
@@ -81,18 +85,18 @@ class Offload:
 
     def restore(self, prefixes: Sequence[SavedPrefix]) -> None:
         """Load a share of the saved prefixes on each rank."""
-        for dp_rank, rank in enumerate(self._ranks):
-            rank.host.restore(prefixes[dp_rank :: len(self._ranks)])
+        for dp_rank, store in enumerate(self._stores()):
+            store.restore(prefixes[dp_rank :: len(self._ranks)])
 
     def saved_trees(self) -> list[SavedTree]:
         """Return the prefixes of each rank with host memory, and those still to be loaded there."""
-        return [tree for rank in self._ranks for tree in rank.host.saved_trees()]
+        trees = [save_tree(tier.blocks.cache) for tier in self._tiers]
+        return trees + [tree_of(store.waiting_restores) for store in self._stores()]
 
     @property
     def is_restoring(self) -> bool:
         """Return whether saved prefixes are still to be loaded."""
-        stores = (tier.store for tier in self._tiers)
-        return any(store is not None and store.is_restoring for store in stores)
+        return any(store.is_restoring for store in self._stores())
 
     @property
     def is_storing(self) -> bool:

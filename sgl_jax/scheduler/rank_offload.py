@@ -3,17 +3,15 @@
 `CpuTier` moves the prefixes. Without host memory nothing is found, and nothing moves.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import Int32Array
-from sgl_jax.core.transfers import TransferEnd
 from sgl_jax.mem_cache.memory_view import CpuPoolView
 from sgl_jax.mem_cache.offload.cpu_ledger import audit_cpu_slices, audit_cpu_tier, check_cpu_balance
 from sgl_jax.mem_cache.offload.cpu_tier import CpuTier
 from sgl_jax.mem_cache.offload.load_prices import PrefixElsewhere
 from sgl_jax.mem_cache.offload.remote_tier import RemoteTier, Waiter
-from sgl_jax.mem_cache.offload.saved_prefixes import SavedPrefix, SavedTree, save_tree, tree_of
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.scheduler.request import Request
 
@@ -110,24 +108,10 @@ class RankOffload:
             return False
         return request.rid in self.store.pending
 
-    def take_released(self) -> list[str]:
-        """Return the ids of requests that stopped waiting for the store since the last call."""
-        return self.store.take_released() if self.store is not None else []
-
     def withdraw(self, tokens: Int32Array, namespace: str, length: int) -> None:
         """Make at most `length` tokens of the prefix `tokens` available from host memory."""
         if self.tier is not None:
             self.tier.withdraw(tokens, namespace, length)
-
-    def restore(self, prefixes: Sequence[SavedPrefix]) -> None:
-        """Load saved prefixes from the store."""
-        if self.store is not None:
-            self.store.restore(prefixes)
-
-    def saved_trees(self) -> list[SavedTree]:
-        """Return the prefixes in host memory, and those still to be loaded."""
-        trees = [save_tree(self.tier.blocks.cache)] if self.tier is not None else []
-        return trees + ([tree_of(self.store.waiting_restores)] if self.store is not None else [])
 
     # -- transfers ----------------------------------------------------------------------------
 
@@ -144,15 +128,6 @@ class RankOffload:
     def drop_fetches(self) -> bool:
         """Free the pages taken by fetches; return whether there were any."""
         return self.tier is not None and self.tier.drop_fetches()
-
-    def ended(self, end: TransferEnd) -> None:
-        if self.tier is not None:
-            self.tier.ended(end)
-
-    def overdue(self, number: int) -> None:
-        """Stop waiting for lookup or load `number`, which has taken too long."""
-        if self.store is not None:
-            self.store.overdue(number)
 
     # -- resets and views ---------------------------------------------------------------------
 

@@ -3658,8 +3658,8 @@ MUTATIONS = (
     Mutation(
         "store: try requests no more after their prefix has arrived",
         "sgl_jax/scheduler/offload.py",
-        "        for rid in host.take_released():\n            self._waiting.note_event(rid)\n",
-        "        host.take_released()\n",
+        "            self._waiting.note_event(rid)\n",
+        "            pass\n",
     ),
     Mutation(
         "store: move the blocks of a transfer that was given up",
