@@ -11,9 +11,10 @@ from sgl_jax.bench.trace.fake_executor import FakeExecutor
 from sgl_jax.bench.trace.host_link import HostLink
 from sgl_jax.bench.trace.step_time import RankLoad, step_loads
 from sgl_jax.core.engine_sizes import EngineSizes
-from sgl_jax.core.messages import AbortRequest, GenerateRequest, Tenant
+from sgl_jax.core.messages import AbortRequest, GenerateRequest
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.scheduler_args import SchedulerArgs
+from sgl_jax.core.shares import Tenant
 from sgl_jax.core.step_plan import RankPlan, RankResult, StepHandle, StepPlan
 from sgl_jax.core.transfers import Transfers
 from sgl_jax.engine.loop.offload_transfers import PrefillMeter

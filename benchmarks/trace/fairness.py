@@ -22,9 +22,10 @@ from sgl_jax.bench.trace.fake_executor import DistinctAnswers
 from sgl_jax.bench.trace.reading import VOCAB_SIZE, TracedRequest, prompt_tokens, read_trace
 from sgl_jax.bench.trace.step_time import LinearStepTime, step_loads
 from sgl_jax.core.engine_sizes import EngineSizes
-from sgl_jax.core.messages import GenerateRequest, Tenant
+from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.scheduler_args import SchedulerArgs
+from sgl_jax.core.shares import Tenant
 from sgl_jax.core.step_plan import StepHandle, StepPlan
 from sgl_jax.scheduler.events import PlanStep, ResultRead, TakeOutputs
 from sgl_jax.scheduler.scheduler import Scheduler

@@ -22,6 +22,7 @@ from sgl_jax.core.request_limits import (
     MAX_SESSION_ID_CHARS,
 )
 from sgl_jax.core.sampling_params import LogprobsMode, SamplingParams
+from sgl_jax.core.shares import Tenant
 from sgl_jax.core.weight_messages import WeightMessage
 
 
@@ -63,24 +64,6 @@ class SessionTurn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     is_whole: bool = False
     bos_token_id: int | None = None
     name: str | None = None
-
-
-class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The customer of a request. All requests with one name share the limits below.
-
-    Args:
-        weight: share of the engine under contention, relative to other tenants; above 0.
-        max_queued: maximum waiting requests; further requests are refused. 0: no limit.
-        max_running: maximum running requests; further requests wait. 0: no limit.
-        is_pooled: share one part (`core.shares`) with all such tenants and all requests without a
-            tenant, because clients can invent any number of such names.
-    """
-
-    name: str
-    weight: float = 1.0
-    max_queued: int = 0
-    max_running: int = 0
-    is_pooled: bool = False
 
 
 # The hints that a `Reuse` holds, and their outcomes (`scheduler/hint_counts.py`).

@@ -1,14 +1,32 @@
-"""Per-tenant shares of a total, such as queue capacity, so that no tenant can exhaust it."""
+"""Tenants, and their shares of a total, such as queue capacity, so that none can exhaust it."""
 
 from collections import Counter
 
-from sgl_jax.core.messages import Tenant
+import msgspec
 
 # Prefix of tenant names from the field `user`. Names of API keys contain no space, so a client
 # cannot impersonate the tenant of a key.
 USER_PREFIX = "user "
 # Default part of the units not held by other tenants that one tenant may hold.
 DEFAULT_PART = 0.75
+
+
+class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The customer of a request. All requests with one name share the limits below.
+
+    Args:
+        weight: share of the engine under contention, relative to other tenants; above 0.
+        max_queued: maximum waiting requests; further requests are refused. 0: no limit.
+        max_running: maximum running requests; further requests wait. 0: no limit.
+        is_pooled: share one part with all such tenants and all requests without a tenant, because
+            clients can invent any number of such names.
+    """
+
+    name: str
+    weight: float = 1.0
+    max_queued: int = 0
+    max_running: int = 0
+    is_pooled: bool = False
 
 
 def holder_of(tenant: Tenant | None) -> str:

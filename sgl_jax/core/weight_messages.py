@@ -15,7 +15,7 @@ MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
 
 
 @call(
-    "update_from_disk",
+    "from_disk",
     calls.WeightsUpdated,
     "/update_weights_from_disk",
     is_admin=True,
@@ -46,7 +46,7 @@ class UpdateWeightsFromDisk(WithReply, frozen=True, kw_only=True, tag=True):
     abort_all_requests: Annotated[bool, doc("end all requests first")] = False
 
 
-@call("update_from_tensors", calls.WeightsUpdated, is_admin=True, timeout_s=3600.0)
+@call("from_tensors", calls.WeightsUpdated, is_admin=True, timeout_s=3600.0)
 class UpdateWeightsFromTensor(WithReply, frozen=True, kw_only=True, tag=True):
     """Take tensors of new weights, which are served once all have arrived.
 
@@ -76,14 +76,14 @@ _Tags = Annotated[
 ]
 
 
-@call("release_memory", calls.Done, "/release_memory_occupation", is_admin=True, timeout_s=120.0)
+@call("release", calls.Done, "/release_memory_occupation", is_admin=True, timeout_s=120.0)
 class ReleaseMemory(WithReply, frozen=True, kw_only=True, tag=True):
     """Delete the weights or the KV pools on the devices. Running requests wait, without memory."""
 
     tags: _Tags = None
 
 
-@call("resume_memory", calls.Done, "/resume_memory_occupation", is_admin=True, timeout_s=120.0)
+@call("resume", calls.Done, "/resume_memory_occupation", is_admin=True, timeout_s=120.0)
 class ResumeMemory(WithReply, frozen=True, kw_only=True, tag=True):
     """Allocate the KV pools again, or await weights. Requests run once an update has brought
     weights, unless generation was paused."""

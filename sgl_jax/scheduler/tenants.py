@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_jax.core.engine_sizes import EngineSizes
-from sgl_jax.core.messages import Tenant
+from sgl_jax.core.shares import Tenant
 from sgl_jax.core.step_plan import BoolArray, Int32Array, RowIndex
 
 PROMPT_WEIGHT = 1

@@ -11,7 +11,8 @@ from urllib.parse import quote
 
 from fastapi import Request
 
-from sgl_jax.core.messages import Reuse, Tenant
+from sgl_jax.core.messages import Reuse
+from sgl_jax.core.shares import Tenant
 from sgl_jax.server.guards.keys import caller_of
 from sgl_jax.server.hint_fields import AgentHints, HintFields, KvAction, longest_mark
 from sgl_jax.server.references import References

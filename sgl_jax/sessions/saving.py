@@ -2,7 +2,8 @@
 
 import msgspec
 
-from sgl_jax.core.messages import OpenSession, Tenant
+from sgl_jax.core.messages import OpenSession
+from sgl_jax.core.shares import Tenant
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.sessions.store import Session
 from sgl_jax.sessions.streaming import NO_TOKENS, EndedTurn, StreamingSession

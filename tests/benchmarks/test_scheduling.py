@@ -17,8 +17,9 @@ from benchmarks.scheduling.report import counts
 from benchmarks.scheduling.run import compare, new_engine
 from benchmarks.scheduling.simulation import Simulation
 from benchmarks.scheduling.traffic import STOP_ID, Load, LoadRequest
-from sgl_jax.core.messages import GenerateRequest, Tenant
+from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.sampling_params import SamplingParams
+from sgl_jax.core.shares import Tenant
 from sgl_jax.scheduler.events import PlanStep
 
 COUNTS = Path(__file__).parent / "scheduling_counts.json"

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from sgl_jax.core.messages import AbortRequest, FrontMessage, GenerateRequest, Tenant
+from sgl_jax.core.messages import AbortRequest, FrontMessage, GenerateRequest
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.core.shares import Tenant
 from sgl_jax.engine.loop.core import EngineCore
 from sgl_jax.grammar import compile_queue, compiler
 from sgl_jax.replay.__main__ import main as replay

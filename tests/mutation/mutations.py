@@ -1460,13 +1460,13 @@ MUTATIONS = (
     Mutation(
         "start a request without a row",
         _ROOM,
-        "            self.rank.has_row,\n",
-        "            True,\n",
+        "            rank.has_row,\n            1 if",
+        "            True,\n            1 if",
     ),
     Mutation(
         "count the room of a step once for all that start in it",
         _ROOM,
-        "        self._look()\n        self._note_pages()\n        self.in_flight",
+        "        self._update()\n        self.in_flight",
         "        self.in_flight",
     ),
     Mutation(
@@ -1918,8 +1918,8 @@ MUTATIONS = (
     Mutation(
         "take every rank for ample",
         _ROOM,
-        "self._most_growth >= self._enough",
-        "self._most_growth >= -self._enough * 1000",
+        "num_left - growth >= rank.most_request_pages",
+        "num_left - growth >= -rank.most_request_pages * 1000",
     ),
     Mutation(
         "take a rank for ample after starts that are not",

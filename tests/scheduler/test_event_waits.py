@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from sgl_jax.core.messages import Tenant
 from sgl_jax.core.scheduler_args import SchedulerArgs
+from sgl_jax.core.shares import Tenant
 from sgl_jax.scheduler.events import (
     AwaitPrograms,
     Flush,

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from sgl_jax.core.messages import Reuse, Tenant
+from sgl_jax.core.messages import Reuse
 from sgl_jax.core.scheduler_args import SchedulerArgs
+from sgl_jax.core.shares import Tenant
 from sgl_jax.mem_cache.eviction.path_records import FIRST_CLASS, REPLACED, class_of
 from sgl_jax.mem_cache.eviction.shadow_pages import RETURN
 from tests.scheduler.driver import Driver, generate, make_sizes

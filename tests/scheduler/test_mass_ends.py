@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from sgl_jax.core.messages import AbortRequest, Tenant
+from sgl_jax.core.messages import AbortRequest
 from sgl_jax.core.scheduler_args import SchedulerArgs
+from sgl_jax.core.shares import Tenant
 from sgl_jax.scheduler.tenants import MAX_TENANTS, NO_TENANT, Tenants
 from tests.scheduler.driver import Driver, generate, make_sizes
 

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from sgl_jax.core.messages import Tenant
 from sgl_jax.core.scheduler_args import SchedulerArgs
+from sgl_jax.core.shares import Tenant
 from sgl_jax.scheduler.tenants import OUTPUT_WEIGHT, PROMPT_WEIGHT
 from sgl_jax.scheduler.waiting.waiting_queue import MAX_SKIP_COUNT
 from tests.scheduler.driver import Driver, generate, make_sizes

@@ -3,8 +3,9 @@
 import pytest
 
 from sgl_jax.core.engine_messages import FinishReason
-from sgl_jax.core.messages import OpenSession, SessionTurn, StopRequest, Tenant
+from sgl_jax.core.messages import OpenSession, SessionTurn, StopRequest
 from sgl_jax.core.scheduler_args import SchedulerArgs
+from sgl_jax.core.shares import Tenant
 from sgl_jax.scheduler.events import (
     AwaitPrograms,
     Configure,

@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sgl_jax.core.messages import GenerateRequest, Tenant
+from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.scheduler_args import SchedulerArgs
+from sgl_jax.core.shares import Tenant
 from sgl_jax.core.step_plan import StepPlan
 from tests.scheduler.driver import Driver, generate, make_sizes
 

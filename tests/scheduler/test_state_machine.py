@@ -23,7 +23,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from sgl_jax.core.messages import AbortRequest, PauseMode, StopRequest, Tenant
+from sgl_jax.core.messages import AbortRequest, PauseMode, StopRequest
+from sgl_jax.core.shares import Tenant
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.tree import cache_walk
 from sgl_jax.mem_cache.tree.block_log import BlocksCleared, BlocksRemoved, BlocksStored

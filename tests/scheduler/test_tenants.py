@@ -1,6 +1,6 @@
 """Shares of tenants: tokens that the cache has cost nothing."""
 
-from sgl_jax.core.messages import Tenant
+from sgl_jax.core.shares import Tenant
 from sgl_jax.scheduler.tenants import Tenants
 from tests.scheduler.driver import make_sizes
 

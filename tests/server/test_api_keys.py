@@ -10,9 +10,9 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from sgl_jax.core.command_line import parse_server_args
-from sgl_jax.core.messages import Tenant
 from sgl_jax.core.request_limits import MAX_SESSION_ID_CHARS, check_session_id
 from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.core.shares import Tenant
 from sgl_jax.server.admin import call_routes, weight_routes
 from sgl_jax.server.admin import management as management_routes
 from sgl_jax.server.apis import native as native_routes

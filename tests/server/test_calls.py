@@ -19,8 +19,10 @@ from sgl_jax.core.messages import (
     Shutdown,
     StopRequest,
 )
+from sgl_jax.core.weight_messages import WeightMessage
 from sgl_jax.engine.loop.controls import Controls
 from sgl_jax.engine.loop.core import EngineCore
+from sgl_jax.engine.loop.weight_updates import WeightUpdates
 from sgl_jax.memory_view.reader import MemoryReader
 from sgl_jax.scheduler.live_requests import LiveRequests
 from sgl_jax.server.admin.call_routes import body_of, message_of
@@ -57,6 +59,8 @@ def test_its_handler_takes_that_message(call: Call) -> None:
         owner = EngineCore
     if call.message in typing.get_args(MemoryMessage):
         owner = MemoryReader
+    if call.message in typing.get_args(WeightMessage):
+        owner = WeightUpdates
     hints = typing.get_type_hints(getattr(owner, call.handler))
     assert hints["message"] is call.message
     assert (hints["return"] is type(None)) == (call.answer is None)

@@ -13,8 +13,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sgl_jax.core.messages import Tenant
 from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.core.shares import Tenant
 from sgl_jax.server.guards.keys import ApiKeys, Caller, SessionOwner
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.server.conftest import MAX_QUEUED, Rig, serving

@@ -10,7 +10,8 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sgl_jax.core.messages import GenerateRequest, OpenSession, Tenant
+from sgl_jax.core.messages import GenerateRequest, OpenSession
+from sgl_jax.core.shares import Tenant
 from sgl_jax.metrics.tenant_metrics import MAX_USERS
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.engine.scripted_engine import TENANT_FULL_SEED

@@ -16,8 +16,8 @@ from sgl_jax.core.messages import (
     RollbackSession,
     SessionTurn,
     StopRequest,
-    Tenant,
 )
+from sgl_jax.core.shares import Tenant
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.scheduler.events import Flush
 from tests.scheduler.driver import Driver, common_len, generate

@@ -19,13 +19,8 @@ from hypothesis import HealthCheck
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from sgl_jax.core.messages import (
-    CloseSession,
-    OpenSession,
-    RollbackSession,
-    SessionTurn,
-    Tenant,
-)
+from sgl_jax.core.messages import CloseSession, OpenSession, RollbackSession, SessionTurn
+from sgl_jax.core.shares import Tenant
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.rank_memory import RankMemory

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from sgl_jax.core.messages import CloseSession, ForkSession, OpenSession, SessionTurn, Tenant
+from sgl_jax.core.messages import CloseSession, ForkSession, OpenSession, SessionTurn
 from sgl_jax.core.scheduler_args import SchedulerArgs
+from sgl_jax.core.shares import Tenant
 from sgl_jax.scheduler.events import RestoreCache
 from tests.scheduler.driver import Driver, generate, make_sizes
 from tests.sessions.conversations import Conversations

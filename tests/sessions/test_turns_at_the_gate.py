@@ -12,9 +12,9 @@ from sgl_jax.core.messages import (
     OpenSession,
     SessionTurn,
     StopRequest,
-    Tenant,
 )
 from sgl_jax.core.scheduler_args import SchedulerArgs
+from sgl_jax.core.shares import Tenant
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.scheduler.events import GrammarReady, Rebuild
 from tests.scheduler.driver import Driver, generate, make_sizes

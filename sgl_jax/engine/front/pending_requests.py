@@ -1,8 +1,7 @@
 """The limits of requests that have no output yet."""
 
 from sgl_jax.core.errors import InvalidRequestError, QueueFullError, TenantQueueFullError
-from sgl_jax.core.messages import Tenant
-from sgl_jax.core.shares import Shares, holder_of, tenant_text
+from sgl_jax.core.shares import Shares, Tenant, holder_of, tenant_text
 
 
 class PendingRequests:

@@ -19,12 +19,7 @@ from sgl_jax.core import calls, messages
 from sgl_jax.core.engine_messages import Reply, answer, refusal
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.core.weight_messages import (
-    ReleaseMemory,
-    ResumeMemory,
-    UpdateWeightsFromDisk,
-    UpdateWeightsFromTensor,
-)
+from sgl_jax.core.weight_messages import WeightMessage
 from sgl_jax.engine.channels import Channel
 from sgl_jax.engine.loop.saved_cache import CacheSaver
 from sgl_jax.engine.loop.weight_updates import UpdatedEngine, WeightUpdates
@@ -156,7 +151,8 @@ class Controls:
         handler = messages.CALL_OF[type(message)].handler
         if isinstance(message, messages.MemoryMessage):
             return self._read_memory(getattr(self._memory_reader, handler), message)
-        reply: Reply | None = getattr(self, handler)(message)
+        owner = self.updates if isinstance(message, WeightMessage) else self
+        reply: Reply | None = getattr(owner, handler)(message)
         return reply
 
     def cancel(self, message: messages.CancelCall) -> None:
@@ -251,18 +247,6 @@ class Controls:
             scheduler.is_paused, scheduler.num_running, scheduler.num_waiting
         )
         return answer(message, now)
-
-    def update_from_disk(self, message: UpdateWeightsFromDisk) -> Reply:
-        return self.updates.from_disk(message)
-
-    def update_from_tensors(self, message: UpdateWeightsFromTensor) -> Reply | None:
-        return self.updates.from_tensors(message)
-
-    def release_memory(self, message: ReleaseMemory) -> Reply:
-        return self.updates.release(message)
-
-    def resume_memory(self, message: ResumeMemory) -> Reply:
-        return self.updates.resume(message)
 
     def set_settings(self, message: messages.SetInternalState) -> Reply:
         """Change all settings in `message`, or none if any of them is refused."""

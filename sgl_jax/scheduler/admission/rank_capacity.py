@@ -141,46 +141,35 @@ class RankCapacity:
         soonest_end, self._most_growth = outlook  # upper bound
         self._soonest_end = None if soonest_end < 0 else soonest_end
         self._num_total = self.rank.memory.allocator.num_pages - 1
-        self._enough = self.rank.most_request_pages
         self._started: list[int] = []  # rows
         # Computed when they are first read.
         self._sorted_ends: Int32Array | None = None
         self._preemptible: Preemptible | None = None
         self.is_counted = is_counted
 
-    def _look(self) -> None:
-        """Compute the rank's load, which changes only as requests start here."""
-        builder, self.num_running = self._builder, len(self.rank.running)
+    def _update(self) -> None:
+        """Compute the rank's load and pages, which change only as requests start or leave here."""
+        rank, builder, self.num_running = self.rank, self._builder, len(self.rank.running)
         write_load(
             self._rooms,
             self.dp_rank,
             self.num_running,
             builder.num_prefill_tokens,
-            self.rank.has_row,
+            rank.has_row,
             1 if self._soonest_end is None else self._soonest_end,
             builder.can_admit,
             builder.priority_floor,
             builder.most_tokens,
         )
-
-    def _note_pages(self) -> None:
-        """Compute the rank's pages, with the forecast if that matters."""
-        num_left = self.rank.memory.num_reclaimable_pages
-        if not self.is_counted and self._is_ample(num_left):
-            self._write_ample(num_left)
+        num_left, growth = rank.memory.num_reclaimable_pages, self._most_growth
+        if not self.is_counted and num_left - growth >= rank.most_request_pages:
+            # Any request fits even after the greatest growth of the running requests.
+            write_ample(self._rooms, self.dp_rank, self._num_total - num_left, growth)
             return
         if not self.is_counted:
-            self._forecast.recount(self.dp_rank, self.rank.running.active)
+            self._forecast.recount(self.dp_rank, rank.running.active)
             self.is_counted = True
         self._forecast.write(self.dp_rank, self._rooms[self.dp_rank : self.dp_rank + 1])
-
-    def _is_ample(self, num_left: int) -> bool:
-        """Return whether any request fits `num_left` pages even after the greatest growth of the
-        running requests: then no forecast is needed."""
-        return num_left - self._most_growth >= self._enough
-
-    def _write_ample(self, num_left: int) -> None:
-        write_ample(self._rooms, self.dp_rank, self._num_total - num_left, self._most_growth)
 
     @property
     def num_free(self) -> int:
@@ -219,8 +208,7 @@ class RankCapacity:
         num_ahead = self._builder.num_prefill_tokens
         make_room = partial(self.rank.evict_sessions_for_prefix, cursor)
         found = self.rank.host.fetch_for(request, num_read, num_ahead, make_room)
-        self._look()  # it may have taken pages, and a row
-        self._note_pages()
+        self._update()  # it may have taken pages, and a row
         return found
 
     def stay(self, num_pages: int) -> None:
@@ -272,8 +260,7 @@ class RankCapacity:
         ends = self.rank.columns.expected_steps_to_ends(self.rank.running.active)
         self._soonest_end = int(ends.min()) if len(ends) else None
         self.is_counted = False
-        self._look()
-        self._note_pages()
+        self._update()
 
     def start(self, request: Request, cursor: PrefixCursor) -> None:
         row = self._builder.admit(request, cursor)
@@ -284,8 +271,7 @@ class RankCapacity:
         self._preemptible = self._sorted_ends = None
         end = self.rank.running.expected_steps_to_end(row)
         self._soonest_end = end if self._soonest_end is None else min(self._soonest_end, end)
-        self._look()
-        self._note_pages()
+        self._update()
         self.in_flight.add(self.dp_rank, row)
 
     def _steps_to_room(self, num_pages: int) -> int:

@@ -16,9 +16,9 @@ from fastapi import Request
 from msgspec.structs import replace
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sgl_jax.core.messages import CALL_OF, SessionTurn, Tenant
+from sgl_jax.core.messages import CALL_OF, SessionTurn
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.core.shares import USER_PREFIX
+from sgl_jax.core.shares import USER_PREFIX, Tenant
 from sgl_jax.server.errors import ApiError, error_response, is_of_messages
 from sgl_jax.server.references import references_of
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from sgl_jax.core.engine_messages import FinishReason
-from sgl_jax.core.messages import GenerateRequest, Tenant
+from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.sampling_params import SamplingParams
+from sgl_jax.core.shares import Tenant
 from sgl_jax.engine.loop.request_grammars import RequestGrammars
 from sgl_jax.scheduler.events import GrammarReady
 from tests.grammar.test_compile_queue import Compiler

@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sgl_jax.core.messages import GenerateRequest, Tenant
+from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.scheduler_args import SchedulerArgs
+from sgl_jax.core.shares import Tenant
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import publish_prefix, release_kv_cache
 from sgl_jax.mem_cache.tree.cache_walk import audit_cache
