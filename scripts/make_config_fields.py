@@ -19,11 +19,13 @@ _TARGET = Path(__file__).parents[1] / "tests/golden/config_fields.json"
 _SERVED = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "deepseek_v32": "DeepseekV32ForCausalLM",
     "gemma3": "Gemma3ForConditionalGeneration",
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma4": "Gemma4ForConditionalGeneration",
     "gemma4_text": "Gemma4ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "llama": "LlamaForCausalLM",
     "llama4": "Llama4ForConditionalGeneration",

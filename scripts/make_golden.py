@@ -26,6 +26,8 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     Gemma4Config,
@@ -34,6 +36,8 @@ from transformers import (
     Gemma4TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     Llama4ForCausalLM,
@@ -143,6 +147,15 @@ LATENTS = SMALL | {
     "moe_intermediate_size": 16,
     "num_key_value_heads": 4,
     "tie_word_embeddings": False,
+}
+# Heads of an indexer are larger than the part of them that is rotated.
+INDEXER = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "n_shared_experts": 1,
+    "index_n_heads": 8,
+    "index_head_dim": 20,
+    "index_topk": 16,
 }
 YARN = {
     "rope_type": "yarn",
@@ -578,6 +591,32 @@ MODELS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig]] = {
                 "top_k_experts": 2,
                 "moe_intermediate_size": 12,
             },
+        ),
+    ),
+    # Attention to 16 tokens that an indexer chooses, of prompts of 45.
+    "deepseek_v32": (
+        DeepseekV32ForCausalLM,
+        DeepseekV32Config(
+            **LATENTS | TINY | INDEXER,
+            num_hidden_layers=4,
+            first_k_dense_replace=1,
+            n_routed_experts=12,
+            num_experts_per_tok=3,
+            n_group=4,
+            topk_group=2,
+            rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        ),
+    ),
+    # Neighbours are rotated together in the indexer, too.
+    "glm_moe_dsa": (
+        GlmMoeDsaForCausalLM,
+        GlmMoeDsaConfig(
+            **LATENTS | TINY | INDEXER | {"index_n_heads": 11},
+            num_hidden_layers=3,
+            first_k_dense_replace=1,
+            n_routed_experts=7,
+            num_experts_per_tok=2,
+            rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
         ),
     ),
 }

@@ -5,6 +5,17 @@ from typing import Literal, NamedTuple
 
 
 @dataclass(frozen=True)
+class IndexerConfig:
+    """Sizes of an indexer, which chooses the tokens that each query attends to (DeepSeek sparse
+    attention, arXiv 2512.02556); see `layers.indexer`."""
+
+    num_heads: int
+    head_dim: int  # of its queries, and of the one key that a token has for all of them
+    top_k: int  # tokens that a query attends to, if so many are before it
+    pairs_neighbours: bool = False  # the checkpoint's dimensions 2i and 2i + 1 rotate together
+
+
+@dataclass(frozen=True)
 class LatentConfig:
     """Sizes of an attention layer with keys and values computed from a compressed latent
     (multi-head latent attention, arXiv 2405.04434); see `layers.latent_attention`."""
@@ -14,6 +25,7 @@ class LatentConfig:
     rope_dim: int  # rotated part of a head's query and key; all heads share one rotated key
     value_dim: int  # size of a head's value
     query_rank: int | None  # size of the queries' latent; None: queries from hidden states
+    indexer: IndexerConfig | None = None  # None: a query attends to all tokens before it
 
     @property
     def query_dim(self) -> int:
@@ -21,8 +33,13 @@ class LatentConfig:
 
     @property
     def width(self) -> int:
-        """Return the number of cached values per token."""
+        """Return the size of a latent with the rotated part of its key."""
         return self.rank + self.rope_dim
+
+    @property
+    def key_dim(self) -> int:
+        """Return the size of a token's key of the indexer."""
+        return self.indexer.head_dim if self.indexer else 0
 
 
 @dataclass(frozen=True)

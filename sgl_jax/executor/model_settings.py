@@ -66,6 +66,11 @@ def _check_invariant(args: ServerArgs, model: ModelConfig) -> None:
             "--enable-deterministic-inference needs a model without recurrent layers: their states "
             "depend on how a prompt is cut"
         )
+    if model.latent is not None and model.latent.indexer is not None:
+        raise ValueError(
+            "--enable-deterministic-inference needs a model without an indexer: of almost equal "
+            "scores it may choose another token in another batch"
+        )
     needed = {"attention_backend": "xla", "ep_size": 1, "hidden_sharding": "replicated"}
     for name, value in {**needed, "num_decode_steps": "1"}.items():
         if (given := getattr(args, name)) != value:
@@ -91,7 +96,7 @@ def pool_layout(args: ServerArgs, model: ModelConfig, group: CacheGroup) -> KVPo
         num_layers=len(group.layers),
         num_kv_heads=num_kv_heads,
         page_size=args.page_size,
-        head_dim=latent_row_size(own.rank, own.rope_dim) if own else model.head_dim,
+        head_dim=latent_row_size(own.rank, own.rope_dim, own.key_dim) if own else model.head_dim,
         dtype=cache_dtype(args.kv_cache_dtype),
         is_latent=own is not None,
         num_copies=num_kv_heads // model.num_kv_heads,

@@ -13,6 +13,7 @@ from sgl_jax.core.layer_configs import LatentConfig
 from sgl_jax.kernels.attention.batch import AttentionBatch
 from sgl_jax.kernels.latent_attention.interface import PagedLatentAttention
 from sgl_jax.kernels.latent_attention.latents import LatentQueries, UpProjections
+from sgl_jax.layers.indexer import Indexer
 from sgl_jax.layers.layer_weights import use_weights
 from sgl_jax.layers.linear import Linear
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS
@@ -42,13 +43,15 @@ class LatentAttention(nnx.Module):
         latent_norm: RMSNorm,
         scale: float,
         attend: PagedLatentAttention,
+        indexer: Indexer | None = None,
     ) -> None:
         """Declare the layer.
 
         `down` compresses hidden states; unused outputs may follow. `queries` computes each head's
         query, first the part without a position, from the queries' latent after `query_norm`, or
         from the hidden state; it is split by its outputs. `up` are the sources of `UpProjections`.
-        `output` is split by its inputs. Rotated parts are in the order of `rotate`.
+        `output` is split by its inputs. Rotated parts are in the order of `rotate`. `indexer`
+        chooses the tokens that a query attends to; without it these are all before the query.
         """
         self.sizes = sizes
         self.down = down
@@ -59,6 +62,7 @@ class LatentAttention(nnx.Module):
         self.latent_norm = latent_norm
         self.scale = scale
         self.attend = attend
+        self.indexer = indexer
 
     def __call__(
         self,
@@ -73,7 +77,8 @@ class LatentAttention(nnx.Module):
         query_rank = sizes.query_rank or 0
         starts = (query_rank, query_rank + sizes.rank, query_rank + sizes.width)
         query_latent, latent, key, _ = jnp.split(down, starts, axis=1)
-        queries = self.queries(x if self.query_norm is None else self.query_norm(query_latent))
+        inputs = x if self.query_norm is None else self.query_norm(query_latent)
+        queries = self.queries(inputs)
         by_head = queries.reshape(len(x), -1, sizes.query_dim)
         nope, rope = jnp.split(by_head, [sizes.nope_dim], axis=2)
         rotated_key = rotate(key[:, None], by)[:, 0]
@@ -86,5 +91,6 @@ class LatentAttention(nnx.Module):
             layer,
             batch,
             self.scale,
+            None if self.indexer is None else self.indexer(x, inputs, by),
         )
         return self.output(out.reshape(len(x), -1)), kv_cache

@@ -1,4 +1,4 @@
-"""Root mean square normalisation."""
+"""Normalisation of vectors."""
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,24 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalise x [..., size]; the result has x's dtype."""
         return rms_normalised(x, self.weight[...], self.eps, self.from_one)
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean(x)) / deviation(x) * weight + bias over the last axis (arXiv 1607.06450)."""
+
+    def __init__(self, weight: Source, bias: Source, eps: float, dtype: DTypeLike) -> None:
+        self.weight = parameter(weight, dtype, initial="ones")
+        self.bias = parameter(bias, dtype, initial="zeros")
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalise x [T, size]; the result has x's dtype."""
+        wide = x.astype(jnp.float32)
+        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
+        scaled = centred * lax.rsqrt(variance + self.eps)
+        result: jax.Array = (scaled * self.weight[...] + self.bias[...]).astype(x.dtype)
+        return result
 
 
 class AllHeadsNorm(nnx.Module):

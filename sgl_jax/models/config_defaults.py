@@ -117,6 +117,22 @@ _DEEPSEEK_V3 = _DEEPSEEK | {
     "topk_group": 4,
     "topk_method": "noaux_tc",
 }
+_DEEPSEEK_V32 = _DEEPSEEK_V3 | {
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+    "index_topk": 2048,
+    "indexer_rope_interleave": False,
+}
+_GLM_MOE_DSA = _DEEPSEEK_V32 | {
+    "index_n_heads": 32,
+    "indexer_rope_interleave": True,
+    "n_group": 1,
+    "q_lora_rank": 2048,
+    "qk_nope_head_dim": 192,
+    "rms_norm_eps": 1e-5,
+    "topk_group": 1,
+    "v_head_dim": 256,
+}
 _SMOLLM3 = {
     "no_rope_layer_interval": 4,
     "rms_norm_eps": 1e-6,
@@ -233,12 +249,14 @@ _ALIASES: Mapping[str, Mapping[str, str]] = MappingProxyType(
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "DeepseekV2ForCausalLM": _DEEPSEEK_V2,
+        "DeepseekV32ForCausalLM": _DEEPSEEK_V32,
         "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
         "Gemma3ForCausalLM": _GEMMA3,
         "Gemma3ForConditionalGeneration": _GEMMA3,
         "Gemma4ForCausalLM": _GEMMA4,
         "Gemma4ForConditionalGeneration": _GEMMA4,
         "Glm4MoeForCausalLM": _GLM4_MOE,
+        "GlmMoeDsaForCausalLM": _GLM_MOE_DSA,
         "GptOssForCausalLM": _GPT_OSS,
         "Llama4ForCausalLM": _LLAMA4,
         "MiniMaxM2ForCausalLM": _MINIMAX_M2,
@@ -363,3 +381,8 @@ def has_head_sizes_by_layer(raw: Mapping[str, Any]) -> bool:
 def has_latents(raw: Mapping[str, Any]) -> bool:
     """Return True for architectures with latent attention."""
     return "kv_lora_rank" in _DEFAULTS.get(text_architecture(raw), {})
+
+
+def has_indexer(raw: Mapping[str, Any]) -> bool:
+    """Return True for architectures with attention to tokens that an indexer chooses."""
+    return "index_topk" in _DEFAULTS.get(text_architecture(raw), {})

@@ -1,12 +1,17 @@
-"""DeepSeek V2, V3, R1 and Kimi K2: latent attention, dense layers first, then experts."""
+"""DeepSeek V2, V3, R1, V3.2, Kimi K2, GLM-5: latent attention, dense layers first, then experts.
+
+V3.2 and GLM-5 attend to tokens that an indexer chooses.
+"""
 
 from functools import partial
 
 from sgl_jax.core.layer_configs import LatentConfig
 from sgl_jax.layers.attention import replicated_kv_heads
 from sgl_jax.layers.head_sources import ByHead, HeadMatrices, HeadRows
+from sgl_jax.layers.indexer import Indexer
 from sgl_jax.layers.latent_attention import LatentAttention
-from sgl_jax.layers.norm import RMSNorm
+from sgl_jax.layers.linear import Linear
+from sgl_jax.layers.norm import LayerNorm, RMSNorm
 from sgl_jax.layers.sources import Padded, Source, Tensor, row_size
 from sgl_jax.models.config import LayerSpec, ModelConfig
 from sgl_jax.models.decoder import Architecture, BuildOptions
@@ -56,6 +61,35 @@ def latent_attention(
         latent_norm=_latent_norm("self_attn.kv_a_layernorm", sizes.rank, options),
         scale=config.score_scale,
         attend=options.kernels.attend_latents,
+        indexer=None if sizes.indexer is None else _indexer(sizes, spec, options, hidden),
+    )
+
+
+def _indexer(sizes: LatentConfig, spec: LayerSpec, options: BuildOptions, hidden: int) -> Indexer:
+    own = sizes.indexer
+    assert own is not None
+    assert sizes.query_rank is not None
+    module, width, turned = "self_attn.indexer", own.head_dim, sizes.rope_dim
+
+    def part(name: str, num_heads: int, inputs: tuple[int, ...]) -> Source:
+        """Return each head's rows, of which the first are rotated, in the order of `rotate`."""
+        kept = partial(HeadRows, f"{module}.{name}", num_heads * width)
+        rows: tuple[HeadRows, ...] = (kept(0, width, width),)
+        if own.pairs_neighbours:
+            rows = (*_rotated_rows(kept(0, width, turned)), kept(turned, width, width - turned))
+        return ByHead(rows, num_heads, inputs)
+
+    key_norm = LayerNorm(
+        part("k_norm.weight", 1, ()), part("k_norm.bias", 1, ()), _LATENT_EPS, options.dtype
+    )
+    weights = Tensor(f"{module}.weights_proj.weight", (hidden, own.num_heads), transposed=True)
+    return Indexer(
+        own,
+        turned,
+        queries=linear(spec, options, part("wq_b.weight", own.num_heads, (sizes.query_rank,))),
+        key=linear(spec, options, part("wk.weight", 1, (hidden,))),
+        key_norm=key_norm,
+        weights=Linear(weights, options.dtype),  # never quantized
     )
 
 

@@ -35,8 +35,10 @@ _NEXT_LAYER = DraftNames(
 # By architecture. The draft layer is built like the last layer with full attention.
 DRAFT_NAMES: Mapping[str, DraftNames] = MappingProxyType(
     {
+        "DeepseekV32ForCausalLM": _NEXT_LAYER,
         "DeepseekV3ForCausalLM": _NEXT_LAYER,
         "Glm4MoeForCausalLM": _NEXT_LAYER,
+        "GlmMoeDsaForCausalLM": _NEXT_LAYER,
         "Qwen3NextForCausalLM": _MTP,
         "Qwen3_5ForCausalLM": _MTP,
         "Qwen3_5ForConditionalGeneration": _MTP,

@@ -75,6 +75,10 @@ _DEEPSEEK = (
         routed_scaling_factor scoring_func topk_group topk_method v_head_dim"""
     )
 )
+_INDEXER = _names(
+    """index_head_dim index_n_heads index_topk indexer_rope_interleave indexer_types
+    mlp_layer_types"""
+)
 _ROPE = _names(
     """attention_factor beta_fast beta_slow factor full_attention high_freq_factor low_freq_factor
     mscale mscale_all_dim original_max_position_embeddings partial_rotary_factor rope_theta
@@ -96,12 +100,14 @@ _ROPE_OF: Mapping[str, frozenset[str]] = MappingProxyType(
 _FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "DeepseekV2ForCausalLM": _DEEPSEEK,
+        "DeepseekV32ForCausalLM": _DEEPSEEK | _INDEXER,
         "DeepseekV3ForCausalLM": _DEEPSEEK,
         "Gemma3ForCausalLM": _WINDOWS | _GEMMA3,
         "Gemma3ForConditionalGeneration": _WINDOWS | _GEMMA3,
         "Gemma4ForCausalLM": _GEMMA4,
         "Gemma4ForConditionalGeneration": _GEMMA4,
         "Glm4MoeForCausalLM": _GLM4_MOE,
+        "GlmMoeDsaForCausalLM": _DEEPSEEK | _INDEXER,
         "GptOssForCausalLM": _WINDOWS | _GPT_OSS,
         "Llama4ForCausalLM": _LLAMA4,
         "Llama4ForConditionalGeneration": _LLAMA4,
@@ -199,10 +205,15 @@ _NEUTRAL_GEMMA4: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "use_bidirectional_attention": ("vision",),  # between the tokens of an image
     }
 )
+_NEUTRAL_INDEXER: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {"index_topk_freq": (1,), "layer_types": ("indexed_attention",)}
+)
 _NEUTRAL_OF: Mapping[str, Mapping[str, tuple[Any, ...]]] = MappingProxyType(
     {
+        "DeepseekV32ForCausalLM": _NEUTRAL_INDEXER,
         "Gemma4ForCausalLM": _NEUTRAL_GEMMA4,
         "Gemma4ForConditionalGeneration": _NEUTRAL_GEMMA4,
+        "GlmMoeDsaForCausalLM": _NEUTRAL_INDEXER,
         "MiniMaxM2ForCausalLM": {
             "attn_type_list": (1,),
             "layernorm_full_attention_beta": (1,),

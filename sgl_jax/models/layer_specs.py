@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sgl_jax.core.layer_configs import GatedDeltaConfig, LatentConfig
+from sgl_jax.core.layer_configs import GatedDeltaConfig, IndexerConfig, LatentConfig
 from sgl_jax.models.config_defaults import (
     has_chunks,
     has_head_sizes_by_layer,
+    has_indexer,
     has_latents,
     is_hybrid,
     leaves_layers_unrotated,
@@ -131,6 +132,8 @@ def _layer_kinds(raw: Mapping[str, Any], num_layers: int) -> list[LayerKind]:
     unrotated layers only these may have windows, or all others have chunks.
     """
     kinds = raw.get("layer_types")
+    if has_indexer(raw):
+        return [FULL] * num_layers
     if kinds is not None:
         known = (FULL, _local_kind(raw))
         if not isinstance(kinds, list) or len(kinds) != num_layers:
@@ -200,7 +203,26 @@ def read_latent(raw: Mapping[str, Any]) -> LatentConfig:
         rope_dim=rope_dim,
         value_dim=positive_int(raw, "v_head_dim"),
         query_rank=None if raw.get("q_lora_rank") is None else positive_int(raw, "q_lora_rank"),
+        indexer=_indexer(raw, rope_dim) if has_indexer(raw) else None,
     )
+
+
+def _indexer(raw: Mapping[str, Any], rope_dim: int) -> IndexerConfig:
+    positive_int(raw, "q_lora_rank")
+    own = IndexerConfig(
+        num_heads=positive_int(raw, "index_n_heads"),
+        head_dim=positive_int(raw, "index_head_dim"),
+        top_k=positive_int(raw, "index_topk"),
+        pairs_neighbours=switch(raw, "indexer_rope_interleave"),
+    )
+    for kind in raw.get("indexer_types") or []:
+        if kind != "full":
+            raise ModelConfigError(f"indexer_types may only name full; {kind!r} is not supported")
+    if own.head_dim <= rope_dim:
+        raise ModelConfigError(
+            f"index_head_dim ({own.head_dim}) must exceed qk_rope_head_dim ({rope_dim})"
+        )
+    return own
 
 
 def _recurrence(raw: Mapping[str, Any]) -> GatedDeltaConfig:
@@ -227,8 +249,11 @@ def _sparse_layers(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
     """Return which layers have experts: every `decoder_sparse_step`-th except `mlp_only_layers`.
 
     Llama 4 lists them in `moe_layers`, or they are every `interleave_moe_layer_step`-th.
-    With `n_routed_experts`, all layers after the first `first_k_dense_replace` have experts.
+    With `n_routed_experts`, all layers after the first `first_k_dense_replace` have experts, or
+    those that `mlp_layer_types` names "sparse".
     """
+    if raw.get("mlp_layer_types") is not None:
+        return _typed(raw["mlp_layer_types"], num_layers)
     if raw.get("n_routed_experts") is not None:
         first = raw.get("first_k_dense_replace") or 0
         if not is_int(first) or not 0 <= first <= num_layers:
@@ -250,6 +275,15 @@ def _sparse_layers(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
             f"mlp_only_layers must be a list of layers in [0, {num_layers}), got {dense!r}"
         )
     return [(layer + 1) % step == 0 and layer not in dense for layer in range(num_layers)]
+
+
+def _typed(kinds: Any, num_layers: int) -> list[bool]:
+    if not isinstance(kinds, list) or len(kinds) != num_layers or {*kinds} - {"dense", "sparse"}:
+        raise ModelConfigError(
+            f"mlp_layer_types must be a list of {num_layers} names dense or sparse "
+            f"(num_hidden_layers), got {kinds!r}"
+        )
+    return [kind == "sparse" for kind in kinds]
 
 
 def _listed(layers: Any, num_layers: int) -> list[bool]:

@@ -25,12 +25,14 @@ from sgl_jax.models.qwen3_next import QWEN3_5, QWEN3_5_TEXT, QWEN3_NEXT
 _ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         "DeepseekV2ForCausalLM": DEEPSEEK,
+        "DeepseekV32ForCausalLM": DEEPSEEK,
         "DeepseekV3ForCausalLM": DEEPSEEK,
         "Gemma3ForCausalLM": GEMMA3_TEXT,
         "Gemma3ForConditionalGeneration": GEMMA3,
         "Gemma4ForCausalLM": GEMMA4_TEXT,
         "Gemma4ForConditionalGeneration": GEMMA4,
         "Glm4MoeForCausalLM": GLM4_MOE,
+        "GlmMoeDsaForCausalLM": DEEPSEEK,
         "GptOssForCausalLM": Architecture(gpt_oss_layer),
         "Llama4ForCausalLM": LLAMA4_TEXT,
         "Llama4ForConditionalGeneration": LLAMA4,

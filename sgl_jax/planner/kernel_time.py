@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import NamedTuple
 
-from sgl_jax.core.layer_configs import WeightFormat
+from sgl_jax.core.layer_configs import IndexerConfig, LatentConfig, WeightFormat
 from sgl_jax.kernels.expert_dispatch.lines import UNDIVIDED_TOKENS, lines_at_once
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS
 from sgl_jax.kernels.grouped_matmul.tpu import choose_tiles
+from sgl_jax.kernels.latent_attention.chosen import PREFILL_QUERIES
+from sgl_jax.kernels.latent_attention.latents import latent_row_size
 from sgl_jax.kernels.latent_attention.tpu import EXPANDED_QUERIES, EXPANDED_TOKENS
 from sgl_jax.kernels.quantized_matmul.tpu import kernel_of
 from sgl_jax.kernels.tpu_chip import LANES
@@ -86,11 +88,47 @@ def attention_time(
     work: StepWork, config: ModelConfig, memory: DeviceBytes, chip: Chip
 ) -> KernelTime:
     """Return the time of reading the cache, and of the products and scores of all heads."""
+    own = config.latent
+    if own and own.indexer and work.query_key_pairs > own.indexer.top_k * work.tokens:
+        return _chosen_time(work, own, own.indexer, config, memory, chip)
     scores = work.query_key_pairs * config.num_heads / memory.tp_size * config.num_attention_layers
     return KernelTime(
         work.kv_tokens_read * memory.kv_token_bytes / chip.hbm_bytes_per_s,
         _matrix_s(2 * scores * _products_per_score(work, config), chip),
         _vector_s(scores, chip),
+    )
+
+
+def _chosen_time(
+    work: StepWork,
+    sizes: LatentConfig,
+    indexer: IndexerConfig,
+    config: ModelConfig,
+    memory: DeviceBytes,
+    chip: Chip,
+) -> KernelTime:
+    """Return the time of attention to chosen tokens, when rows are longer than `top_k`.
+
+    In decode a chip of a rank reads the keys of its share of the rows, in prefill those of all rows
+    once for `PREFILL_QUERIES`. Then it reads the latents that each query chose, which XLA gathers.
+    A score has a number for each of the indexer's heads, and one for each bit of the bisection that
+    finds the greatest.
+    """
+    row_size = latent_row_size(sizes.rank, sizes.rope_dim, indexer.head_dim)
+    latent_share = latent_row_size(sizes.rank, sizes.rope_dim) / row_size
+    chips = 1 if work.is_prefill else min(memory.tp_size, work.rows)
+    keys_read = work.query_key_pairs / PREFILL_QUERIES
+    if not work.is_prefill:
+        keys_read = work.kv_tokens_read / chips
+    chosen = work.tokens * indexer.top_k
+    pairs = work.query_key_pairs * config.num_attention_layers / chips
+    num_bytes = keys_read * (1 - latent_share) + chosen * latent_share / GATHER_SHARE
+    scores = chosen * config.num_heads / memory.tp_size * config.num_attention_layers
+    products = pairs * indexer.num_heads * indexer.head_dim + scores * (sizes.width + sizes.rank)
+    return KernelTime(
+        num_bytes * memory.kv_token_bytes / chip.hbm_bytes_per_s,
+        _matrix_s(2 * products, chip),
+        _vector_s(pairs * (indexer.num_heads + 32) + scores, chip),
     )
 
 

@@ -14,6 +14,7 @@ from tests.executor.draft_checks import (
 from tests.executor.test_layer_drafts import DRAFTING
 from tests.models.latent_draft_reference import (
     QUANTIZED,
+    SPARSE,
     LatentDraftReference,
     write_drafting_checkpoint,
     write_markov_checkpoint,
@@ -73,6 +74,17 @@ def test_a_draft_layer_in_fp8_blocks_drafts_as_its_numbers_say(make_executor, tm
         model_path=str(folder), load_format="safetensors", context_length=64, **DRAFTING, **settings
     )
     assert check_drafts(executor, LatentDraftReference(folder), 7) > 15
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("settings", [{}, {"page_size": 1, "tp_size": 2}], ids=str)
+def test_a_draft_layer_with_an_indexer_drafts_as_its_numbers_say(make, tmp_path, settings):
+    folder = write_drafting_checkpoint(tmp_path, SPARSE)
+    executor = make(model_path=str(folder), **DRAFTING, **settings)
+    reference = LatentDraftReference(folder)
+    assert check_drafts(executor, reference, 7) > 15
+    plain = make(model_path=str(folder), **settings)
+    check_same_tokens(plain, executor, GREEDY)
 
 
 @pytest.mark.parametrize("sampling", long(GREEDY, RANDOM), ids=["greedy", "random"])

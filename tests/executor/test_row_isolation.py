@@ -18,7 +18,16 @@ pytestmark = pytest.mark.usefixtures("few_shapes")
 GOLDEN = Path(__file__).parents[1] / "golden"
 # Recurrent states and experts; windows, sinks and experts; and others.
 BY_DEFAULT = "qwen3_next"
-MODELS = (BY_DEFAULT, "gpt_oss", "deepseek_v3", "qwen3", "qwen3_moe", "gemma3", "qwen3_5")
+MODELS = (
+    BY_DEFAULT,
+    "gpt_oss",
+    "deepseek_v3",
+    "deepseek_v32",
+    "qwen3",
+    "qwen3_moe",
+    "gemma3",
+    "qwen3_5",
+)
 SPOILED = 1  # row, by its number in a driver
 RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(3, 90, n).tolist() for n in (3, 9, 5, 14)]

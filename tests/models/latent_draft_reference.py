@@ -11,9 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
+from tests.kernels.latent_attention.reference import chosen_tokens
 from tests.models.golden_server import GOLDEN
 
 SOURCE = GOLDEN / "deepseek_v3"
+# With an indexer.
+SPARSE = GOLDEN / "deepseek_v32"
 # In fp8 blocks, as DeepSeek publishes its models.
 QUANTIZED = GOLDEN / "quantized" / "latent_fp8_block"
 FILE = "model.safetensors"
@@ -121,8 +124,8 @@ class LatentDraftReference:
     def project(self, name, x):
         return x @ self.weights[f"{name}.weight"].T
 
-    def rotated(self, x, positions):
-        """x [n, heads, dims]: neighbours are a pair; YaRN stretches the slow ones."""
+    def rotated(self, x, positions, *, neighbours=True):
+        """x [n, heads, dims]: neighbours or halves are pairs; YaRN stretches the slow ones."""
         rope, dims = self.config["rope_parameters"], x.shape[-1]
         frequencies = rope["rope_theta"] ** (-np.arange(0, dims, 2) / dims)
         original = rope.get("original_max_position_embeddings", 1)
@@ -136,12 +139,31 @@ class LatentDraftReference:
         stretched = np.clip((np.arange(dims // 2) - first) / ((last - first) or 0.001), 0, 1)
         frequencies *= 1 - stretched + stretched / self.stretch
         angles = np.asarray(positions)[:, None, None] * frequencies
-        a, b = x[..., ::2], x[..., 1::2]
+        a, b = (x[..., ::2], x[..., 1::2]) if neighbours else np.split(x, 2, axis=-1)
         turned = a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)
+        if not neighbours:
+            return np.concatenate(turned, axis=-1)
         return np.stack(turned, axis=-1).reshape(x.shape)
 
+    def indexer(self, name, x, latent, positions):
+        """Return the scores' queries and weights, and the keys, of an indexer."""
+        own = self.config
+        heads, rope = own["index_n_heads"], own["qk_rope_head_dim"]
+        keys = self.project(f"{name}.wk", x)
+        keys = keys - keys.mean(axis=-1, keepdims=True)
+        keys /= np.sqrt(np.mean(keys * keys, axis=-1, keepdims=True) + 1e-6)
+        keys = keys * self.weights[f"{name}.k_norm.weight"] + self.weights[f"{name}.k_norm.bias"]
+        queries = self.project(f"{name}.wq_b", latent).reshape(len(x), heads, -1)
+        queries, keys = (
+            np.concatenate(
+                [self.rotated(own[..., :rope], positions, neighbours=False), own[..., rope:]], -1
+            )
+            for own in (queries, keys[:, None])
+        )
+        return queries, self.project(f"{name}.weights_proj", x), keys[:, 0]
+
     def attention(self, name, x, positions, cache):
-        """`cache` has the latent and the rotated key of each position."""
+        """`cache` has the latent and the rotated key of each position, and an indexer's key."""
         own, heads = self.config, self.config["num_attention_heads"]
         nope, rank = own["qk_nope_head_dim"], own["kv_lora_rank"]
         if own["q_lora_rank"] is None:
@@ -156,10 +178,17 @@ class LatentDraftReference:
         rotated = self.rotated(kept[:, None, rank:], positions)[:, 0]
         growth = 0.1 * own["rope_parameters"].get("mscale_all_dim", 0) * math.log(self.stretch) + 1
         found = np.zeros((len(x), heads, own["v_head_dim"]))
+        top_k, indexed = own.get("index_topk"), [np.zeros(len(x))] * 3
+        if top_k:
+            indexed = self.indexer(f"{name}.indexer", x, latent, positions)
         for i, position in enumerate(positions):
-            cache[position] = latents[i], rotated[i]
-            before = [np.array([cache[p][j] for p in range(position + 1)]) for j in (0, 1)]
-            both = self.project(f"{name}.kv_b_proj", before[0]).reshape(position + 1, heads, -1)
+            cache[position] = latents[i], rotated[i], indexed[2][i]
+            seen = np.arange(position + 1)
+            if top_k:
+                keys = np.array([cache[p][2] for p in seen])
+                seen = chosen_tokens(indexed[0][i], indexed[1][i], keys, top_k)
+            before = [np.array([cache[p][j] for p in seen]) for j in (0, 1)]
+            both = self.project(f"{name}.kv_b_proj", before[0]).reshape(len(seen), heads, -1)
             for head in range(heads):
                 keys = np.concatenate([both[:, head, :nope], before[1]], axis=1)
                 scores = keys @ q[i, head] * growth**2 / np.sqrt(q.shape[-1])

@@ -24,15 +24,15 @@ FAMILIES = (
 # Of each other family one case is tried by default.
 FURTHER = (
     *("smollm3", "phi3", "olmo3", "glm4_moe", "minimax_m2"),
-    *("mistral3", "mistral4", "qwen3_vl_moe", "llama4", "gemma4", "gemma4_moe"),
+    *("mistral3", "mistral4", "qwen3_vl_moe", "llama4", "gemma4", "gemma4_moe", "deepseek_v32"),
 )
 FURTHER_EXPERTS = (
     *("glm4_moe", "glm4_moe_groups", "minimax_m2"),
-    *("mistral4", "qwen3_vl_moe", "llama4", "gemma4_moe"),
+    *("mistral4", "qwen3_vl_moe", "llama4", "gemma4_moe", "deepseek_v32", "glm_moe_dsa"),
 )
 FURTHER_SHAPES = (
     *("seed_oss", "phi3_window", "glm4_moe_groups"),
-    *("ministral", "ministral3", "qwen3_vl"),
+    *("ministral", "ministral3", "qwen3_vl", "glm_moe_dsa"),
 )
 
 
@@ -158,7 +158,14 @@ COPIED_EXPERTS_OVER_RANKS = Setup(dp=2, ep=2, copies=3)
                     for family in ("phi3", "olmo3", "minimax_m2", "llama4", "gemma4", "gemma4_moe")
                     for setup in (MORE_CHIPS_THAN_KV_HEADS, SPLIT_WEIGHTS, SEQUENCE_PARALLEL)
                 ],
-                *[(family, SIMULATED_TPU) for family in ("smollm3", "olmo3", "llama4")],
+                *[
+                    (family, SIMULATED_TPU)
+                    for family in ("smollm3", "olmo3", "llama4", "deepseek_v32", "glm_moe_dsa")
+                ],
+                *[
+                    ("deepseek_v32", setup)
+                    for setup in (TWO_CHIPS, SPLIT_WEIGHTS, SEQUENCE_PARALLEL, UNROLLED)
+                ],
                 *[
                     (family, setup)
                     for family in ("gemma4", "gemma4_moe")

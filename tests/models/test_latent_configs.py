@@ -5,7 +5,9 @@ import math
 import pytest
 
 from sgl_jax.core.engine_sizes import CacheGroup
-from sgl_jax.core.layer_configs import ExpertChoice, LatentConfig
+from sgl_jax.core.layer_configs import ExpertChoice, IndexerConfig, LatentConfig
+from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.executor.engine_config import EngineConfig
 from sgl_jax.models.config import ModelConfig, ModelConfigError
 from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.registry import build_model
@@ -94,6 +96,51 @@ def test_yarn_multiplies_scores_by_the_square_of_its_growth():
 def test_settings_that_are_not_supported_are_refused_by_name(changes, message):
     with pytest.raises(ModelConfigError, match=message):
         read(**changes)
+
+
+V32 = V3 | {"architectures": ["DeepseekV32ForCausalLM"]}
+GLM = V3 | {"architectures": ["GlmMoeDsaForCausalLM"]}
+
+
+def test_an_indexer_chooses_tokens_and_its_keys_are_cached():
+    config, glm = ModelConfig.from_dict(V32), ModelConfig.from_dict(GLM)
+    assert config.latent == LatentConfig(512, 128, 64, 128, 1536, IndexerConfig(64, 128, 2048))
+    assert glm.latent.indexer == IndexerConfig(32, 128, 2048, pairs_neighbours=True)
+    layouts = [
+        EngineConfig.resolve(ServerArgs(), own, "cpu").pool_layouts[0] for own in (config, read())
+    ]
+    assert [layout.page_bytes // layout.page_size for layout in layouts] == [
+        5 * row * layouts[0].dtype.itemsize for row in (640 + 128, 640)
+    ]
+
+
+def test_layers_with_experts_may_be_named():
+    kinds = ["dense", "sparse", "dense", "sparse", "sparse"]
+    config = ModelConfig.from_dict(V32 | {"mlp_layer_types": kinds})
+    assert [spec.moe is not None for spec in config.layers] == [k == "sparse" for k in kinds]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"index_topk": 0}, "index_topk must be a positive integer"),
+        ({"index_head_dim": 64}, r"index_head_dim \(64\) must exceed qk_rope_head_dim \(64\)"),
+        ({"q_lora_rank": None}, "lacks 'q_lora_rank'"),
+        ({"indexer_types": ["full", "shared"]}, "indexer_types may only name full; 'shared'"),
+        ({"index_topk_freq": 4}, "index_topk_freq = 4 is not supported"),
+        ({"mlp_layer_types": ["dense"]}, "mlp_layer_types must be a list of 5 names dense or"),
+        ({"layer_types": ["full_attention"] * 5}, "layer_types = .* is not supported"),
+    ],
+)
+def test_settings_of_an_indexer_that_are_not_supported_are_refused_by_name(changes, message):
+    with pytest.raises(ModelConfigError, match=message):
+        ModelConfig.from_dict(GLM | changes)
+
+
+def test_an_indexer_is_refused_where_results_must_not_depend_on_the_batch():
+    args = ServerArgs(enable_deterministic_inference=True, attention_backend="xla")
+    with pytest.raises(ValueError, match="needs a model without an indexer"):
+        EngineConfig.resolve(args, ModelConfig.from_dict(V32), "cpu")
 
 
 def test_tensors_of_layers_after_the_last_are_spare():

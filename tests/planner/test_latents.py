@@ -3,7 +3,13 @@
 import pytest
 
 from sgl_jax.planner.arguments import parse_plan_request, read_config
-from sgl_jax.planner.kernel_time import MATRIX_SHARE, DeviceBytes, StepWork, attention_time
+from sgl_jax.planner.kernel_time import (
+    GATHER_SHARE,
+    MATRIX_SHARE,
+    DeviceBytes,
+    StepWork,
+    attention_time,
+)
 from sgl_jax.planner.memory import plan_memory, requests_with_heads
 from sgl_jax.planner.topology import CHIPS, has_tpu_compiler
 
@@ -67,3 +73,24 @@ def test_decode_of_few_heads_waits_for_memory_and_of_many_for_the_matrix_units()
         return attention_time(work, read_config("deepseek-v3"), device, CHIPS["v5p"]).bound
 
     assert (bound(8), bound(1)) == ("HBM", "MXU")
+
+
+def test_decode_of_chosen_tokens_reads_a_share_of_the_keys_and_some_latents():
+    context, rows, sizes = 65536, 8, read_config("deepseek-v3.2")
+    work = StepWork(rows, rows * context, rows * context, rows, is_prefill=False)
+    device = DeviceBytes(0, 0, 0, 2, 61 * (640 + 128) * 2, tp_size=8)
+    time = attention_time(work, sizes, device, CHIPS["v6e"])
+    token_bytes = 256 * context / 8 + 1280 * 2048 / GATHER_SHARE
+    seconds = rows * 61 * token_bytes / CHIPS["v6e"].hbm_bytes_per_s
+    assert time.hbm_s == pytest.approx(seconds)
+    short = StepWork(rows, rows * 2048, rows * 2048, rows, is_prefill=False)
+    dense = rows * 2048 * device.kv_token_bytes / CHIPS["v6e"].hbm_bytes_per_s
+    assert attention_time(short, sizes, device, CHIPS["v6e"]).hbm_s == pytest.approx(dense)
+
+
+def test_rows_with_keys_of_an_indexer_are_a_fifth_wider():
+    dense, sparse = (
+        plan_memory(plan_request(model, "tpu7x-32", 32))
+        for model in ("deepseek-v3", "deepseek-v3.2")
+    )
+    assert sparse.kv_token_bytes * 5 == dense.kv_token_bytes * 6

@@ -11,6 +11,9 @@ products of the latent with the head's matrices. So there are two forms of the s
                 nope_dim + rope_dim + value_dim products per head and query, and once
                 rank * (nope_dim + value_dim) per head.
 
+With an indexer, a query attends to a few tokens that it chooses by their keys, which are stored in
+the same rows (`chosen`).
+
 The absorbed form is cheaper for decode, the expanded form for a long chunk; an implementation
 chooses. Every implementation has the signature of `PagedLatentAttention` and is tested against
 `tests/kernels/latent_attention/reference.py`.
@@ -21,7 +24,11 @@ from typing import Protocol
 import jax
 
 from sgl_jax.kernels.attention.batch import AttentionBatch
-from sgl_jax.kernels.latent_attention.latents import LatentQueries, UpProjections
+from sgl_jax.kernels.latent_attention.latents import (
+    IndexQueries,
+    LatentQueries,
+    UpProjections,
+)
 
 
 class PagedLatentAttention(Protocol):
@@ -36,6 +43,7 @@ class PagedLatentAttention(Protocol):
         layer: jax.Array,
         batch: AttentionBatch,
         scale: float,
+        index: IndexQueries | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Attend with the shapes of one chip of one data-parallel rank.
 
@@ -50,6 +58,8 @@ class PagedLatentAttention(Protocol):
             layer: int32 [], the layer's index in the cache.
             batch: rows and pages.
             scale: factor for the products of queries and keys.
+            index: if given, its keys are written, too, and a query attends only to the `top_k`
+                tokens with the highest scores; the first of equal scores count.
 
         Returns:
             out: [T, heads, value_dim] in the queries' dtype; finite but unspecified for padding.

@@ -29,17 +29,36 @@ class UpProjections(NamedTuple):
         return self.values.shape[1]
 
 
-def latent_row_size(rank: int, rope_dim: int) -> int:
+class IndexQueries(NamedTuple):
+    """What chooses the tokens that queries attend to (`layers.indexer`), the same on all chips.
+
+    A token's score is the sum over heads of weight * relu(query * key).
+    """
+
+    queries: jax.Array  # [T, index_heads, index_dim]
+    weights: jax.Array  # float32 [T, index_heads]
+    keys: jax.Array  # [T, index_dim] of the same tokens
+    top_k: int  # static; tokens that a query attends to, if so many are before it
+    shared_over: str | None = None  # static; the mesh axis of chips that share the choice
+
+
+def latent_row_size(rank: int, rope_dim: int, key_dim: int = 0) -> int:
     """Return the size of a token's row in the cache, the same on every platform.
 
     A row is the latent, the rotated part of the key, and zeros up to whole rows of a TPU's memory.
+    With an indexer its key of `key_dim` follows, also with zeros.
     """
-    return -(-(rank + rope_dim) // LANES) * LANES
+    return sum(-(-size // LANES) * LANES for size in (rank + rope_dim, key_dim))
 
 
-def cached_rows(latents: jax.Array, row_size: int, dtype: DTypeLike) -> jax.Array:
+def cached_rows(
+    latents: jax.Array, index: IndexQueries | None, row_size: int, dtype: DTypeLike
+) -> jax.Array:
     """Convert latents [T, rank + rope_dim] to rows [T, row_size] of a cache of `dtype`."""
-    rows = jnp.pad(latents, ((0, 0), (0, row_size - latents.shape[1])))
+    parts = [latents] if index is None else [latents, index.keys]
+    padded = [jnp.pad(part, ((0, 0), (0, -part.shape[1] % LANES))) for part in parts]
+    rows = jnp.concatenate(padded, axis=1)
+    assert rows.shape[1] == row_size
     return as_cached(dtype, rows)[0]
 
 

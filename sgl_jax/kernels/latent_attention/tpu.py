@@ -18,7 +18,10 @@ from sgl_jax.kernels.attention.tpu.prefill import prefill_attention
 from sgl_jax.kernels.attention.tpu.shared import CacheSlots, Expansion
 from sgl_jax.kernels.attention.tpu.tuned import DecodeBlocks, PrefillBlocks
 from sgl_jax.kernels.attention.tpu.write import write_slots
+from sgl_jax.kernels.latent_attention.chosen import attend_if_chosen
+from sgl_jax.kernels.latent_attention.index_scores import index_scores
 from sgl_jax.kernels.latent_attention.latents import (
+    IndexQueries,
     LatentQueries,
     UpProjections,
     absorbed_queries,
@@ -77,15 +80,34 @@ def latent_attention(
     layer: jax.Array,
     batch: AttentionBatch,
     scale: float,
+    index: IndexQueries | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Implement `interface.PagedLatentAttention`.
 
     Raises ValueError if the page size is not a multiple of the cache's tile.
     """
-    page_size, row_size = kv_cache.shape[3:]
-    rows = cached_rows(latents, row_size, kv_cache.dtype)
+    rows = cached_rows(latents, index, kv_cache.shape[4], kv_cache.dtype)
     kv_cache = write_slots([rows[:, None]], kv_cache, layer, batch)
-    arguments = (kv_cache, layer, batch, ScoreOptions(scale))
+
+    def dense() -> jax.Array:
+        return attend_to_all(queries, up, kv_cache, layer, batch, ScoreOptions(scale))
+
+    shared = kv_cache, layer, batch, scale, index
+    out = attend_if_chosen(dense, queries, up, *shared, index_scores)
+    return out, kv_cache
+
+
+def attend_to_all(
+    queries: LatentQueries,
+    up: UpProjections,
+    kv_cache: jax.Array,
+    layer: jax.Array,
+    batch: AttentionBatch,
+    options: ScoreOptions,
+) -> jax.Array:
+    """Attend to all tokens before each query. Returns [T, heads, value_dim]."""
+    page_size, row_size = kv_cache.shape[3:]
+    arguments = (kv_cache, layer, batch, options)
     slots = latent_slots(up.rank)
     num_tokens, heads, _ = queries.nope.shape
     if not is_expanded(num_tokens, up):
@@ -93,7 +115,7 @@ def latent_attention(
         out = decode_attention(out, *arguments, slots=slots, blocks=DECODE_BLOCKS)
         blocks = latent_prefill_blocks(heads, page_size, out.dtype, num_tokens)
         out = prefill_attention(out, *arguments, slots=slots, blocks=blocks)
-        return values_of_latents(out, up), kv_cache
+        return values_of_latents(out, up)
     most = batch.max_decode_tokens
     out = absorbed_queries(LatentQueries(*(part[:most] for part in queries)), up, row_size)
     out = decode_attention(out, *arguments, slots=slots, blocks=DECODE_BLOCKS)
@@ -101,7 +123,8 @@ def latent_attention(
     decoded = values_of_latents(out, up)
     prefilled = expanded_prefill(queries, up, *arguments)
     first = jnp.where(is_decode[:, None, None], decoded, prefilled[:most])
-    return lax.dynamic_update_slice_in_dim(prefilled, first, 0, axis=0), kv_cache
+    result: jax.Array = lax.dynamic_update_slice_in_dim(prefilled, first, 0, axis=0)
+    return result
 
 
 def expanded_prefill(

@@ -1,7 +1,7 @@
 """Latent attention in plain XLA: for CPUs, and for any platform without a kernel.
 
 It is always absorbed: the loops of `attention.xla` read one KV head, with the cache's rows as keys
-and the latents of the same rows as values.
+and the latents of the same rows as values. Chosen tokens are attended to by `chosen`.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,9 @@ from sgl_jax.kernels.attention.xla import (
     attend_cached,
     write_slots,
 )
+from sgl_jax.kernels.latent_attention.chosen import attend_if_chosen, xla_index_scores
 from sgl_jax.kernels.latent_attention.latents import (
+    IndexQueries,
     LatentQueries,
     UpProjections,
     absorbed_queries,
@@ -53,12 +55,19 @@ def latent_attention(
     layer: jax.Array,
     batch: AttentionBatch,
     scale: float,
+    index: IndexQueries | None = None,
     *,
     attend: AttendCached = attend_cached,
 ) -> tuple[jax.Array, jax.Array]:
     """Implement `interface.PagedLatentAttention`."""
-    rows = cached_rows(latents, kv_cache.shape[4], kv_cache.dtype)
+    rows = cached_rows(latents, index, kv_cache.shape[4], kv_cache.dtype)
     kv_cache = write_slots(rows[:, None], kv_cache, layer, batch)
-    q = absorbed_queries(queries, up, kv_cache.shape[4])
-    found = attend(q, _Latents(kv_cache, layer, up.rank), batch, ScoreOptions(scale))
-    return values_of_latents(found, up), kv_cache
+
+    def dense() -> jax.Array:
+        q = absorbed_queries(queries, up, kv_cache.shape[4])
+        found = attend(q, _Latents(kv_cache, layer, up.rank), batch, ScoreOptions(scale))
+        return values_of_latents(found, up)
+
+    shared = kv_cache, layer, batch, scale, index
+    out = attend_if_chosen(dense, queries, up, *shared, xla_index_scores)
+    return out, kv_cache

@@ -7,6 +7,7 @@ import numpy as np
 
 from sgl_jax.kernels.attention.batch import AttentionBatch
 from sgl_jax.kernels.latent_attention.latents import (
+    IndexQueries,
     LatentQueries,
     UpProjections,
     latent_row_size,
@@ -32,6 +33,9 @@ class LatentProgram(NamedTuple):
     rows: int = 6
     tokens: int = 64
     max_len: int = 160  # tokens of a row
+    index_heads: int = 0  # 0: no indexer
+    key_dim: int = 0
+    top_k: int = 0
 
     @property
     def width(self) -> int:
@@ -58,6 +62,7 @@ class LatentProblem(NamedTuple):
     kv_starts: np.ndarray
     q_lens: np.ndarray
     num_decode: np.int32
+    index: IndexQueries | None = None
 
 
 def build(case: Case) -> LatentProblem:
@@ -76,19 +81,30 @@ def build(case: Case) -> LatentProblem:
     if len(rows) > 1:  # pages full of earlier tokens in both rows may be shared
         shared = min(case.shared_prefix, *(kv_starts[:2] // program.page_size))
         table[1, :shared] = table[0, :shared]
-    row_size = latent_row_size(program.rank, program.rope_dim)  # type: ignore[attr-defined]
+    row_size = latent_row_size(program.rank, program.rope_dim, program.key_dim)  # type: ignore[attr-defined]
     cache = np.full((LAYERS, num_pages, 1, program.page_size, row_size), np.nan, np.float32)
     for i in range(len(rows)):
-        for first in range(0, kv_starts[i], program.page_size):
-            used = min(program.page_size, kv_starts[i] - first)
-            page = cache[LAYER, table[i, first // program.page_size], 0, :used]
+        for start in range(0, kv_starts[i], program.page_size):
+            used = min(program.page_size, kv_starts[i] - start)
+            page = cache[LAYER, table[i, start // program.page_size], 0, :used]
             drawn = np.zeros(page.shape)
             drawn[:, : program.width] = _bounded(rng, (used, program.width))  # type: ignore[attr-defined]
+            first = row_size - latent_row_size(program.key_dim, 0)  # type: ignore[attr-defined]
+            drawn[:, first : first + program.key_dim] = _whole(rng, (used, program.key_dim))  # type: ignore[attr-defined]
             page[...] = np.where(np.isnan(page), drawn, page)
 
     def drawn_as(*shape: int, size: float = 1.0) -> np.ndarray:
         return np.asarray(_bounded(rng, shape) * size, program.dtype)
 
+    index = None
+    if program.index_heads:  # type: ignore[attr-defined]
+        sizes = program.tokens, program.index_heads, program.key_dim  # type: ignore[attr-defined]
+        index = IndexQueries(
+            np.asarray(_whole(rng, sizes), program.dtype),
+            np.asarray(_whole(rng, sizes[:2]), np.float32),
+            np.asarray(_whole(rng, (sizes[0], sizes[2])), program.dtype),
+            program.top_k,  # type: ignore[attr-defined]
+        )
     heads, rank, tokens = program.heads, program.rank, program.tokens  # type: ignore[attr-defined]
     return LatentProblem(
         LatentQueries(
@@ -105,12 +121,18 @@ def build(case: Case) -> LatentProblem:
         kv_starts,
         q_lens,
         np.int32(len(case.decodes)),
+        index,
     )
 
 
 def _bounded(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     """Numbers of variance one."""
     return rng.uniform(-(3**0.5), 3**0.5, size=shape)
+
+
+def _whole(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Small whole numbers: sums of their products are exact in any type, and some are equal."""
+    return rng.integers(-3, 4, shape)
 
 
 def make_batch(problem: LatentProblem, program: LatentProgram) -> AttentionBatch:
@@ -137,5 +159,6 @@ def expected(problem: LatentProblem, program: LatentProgram) -> tuple[np.ndarray
         program.numbers(problem.kv_cache),
         LAYER,
         *problem[4:7],
+        problem.index and (*map(np.asarray, problem.index[:3]), program.top_k),
         scale=SCALE,
     )

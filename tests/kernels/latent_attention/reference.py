@@ -21,10 +21,13 @@ def latent_attention(
     page_table: NDArray,
     kv_starts: NDArray,
     q_lens: NDArray,
+    index: tuple[NDArray, NDArray, NDArray, int] | None = None,
     *,
     scale: float,
 ) -> tuple[Float64Array, Float64Array]:
     """Same meaning and shapes as `interface.PagedLatentAttention`; returns (out, kv_cache).
+
+    `index` has the queries, weights and keys of an indexer, and its top_k.
 
     Padding tokens get an output of zero and write nothing, so page 0 is left as it was.
     """
@@ -39,6 +42,13 @@ def latent_attention(
             cache[layer, page, 0, slot, :width] = latents[token]
             cache[layer, page, 0, slot, width:] = 0
             seen = np.arange(position + 1)
+            if index is not None:
+                key_dim = index[2].shape[1]
+                first_lane = cache.shape[4] - -(-key_dim // 128) * 128
+                lanes = slice(first_lane, first_lane + key_dim)
+                cache[layer, page, 0, slot, lanes] = index[2][token]
+                keys = cache[layer, page_table[row, seen // page_size], 0, seen % page_size, lanes]
+                seen = chosen_tokens(index[0][token], index[1][token], keys, index[3])
             rows = cache[layer, page_table[row, seen // page_size], 0, seen % page_size]
             for head in range(heads):
                 keys = rows[:, :rank] @ np.asarray(up_keys[head], np.float64).T
@@ -49,3 +59,10 @@ def latent_attention(
                 out[token, head] = weights @ values / weights.sum()
             token += 1
     return out, cache
+
+
+def chosen_tokens(queries: NDArray, weights: NDArray, keys: NDArray, top_k: int) -> NDArray:
+    """The `top_k` tokens with the highest scores, ascending; the first of equal ones."""
+    products = np.asarray(keys, np.float64) @ np.asarray(queries, np.float64).T
+    scores = np.maximum(products, 0) @ np.asarray(weights, np.float64)
+    return np.sort(np.argsort(-scores, kind="stable")[:top_k])

@@ -12,9 +12,9 @@ from jax.experimental.pallas.tpu import force_tpu_interpret_mode
 from sgl_jax.kernels.attention.tpu import prefill, query_blocks, stacks, write
 from sgl_jax.kernels.attention.tpu.shared import Pages
 from sgl_jax.kernels.attention.tpu.tuned import DecodeBlocks, PrefillBlocks
-from sgl_jax.kernels.latent_attention import tpu
+from sgl_jax.kernels.latent_attention import index_scores, tpu
 from sgl_jax.kernels.pallas_tpu import wait
-from tests.kernels.attention.problems import LAYER, Case, cases
+from tests.kernels.attention.problems import LAYER, Case, as_float8, cases
 from tests.kernels.latent_attention.problems import (
     SCALE,
     LatentProgram,
@@ -36,6 +36,10 @@ PROGRAMS = (
 EXPANDED = PLAIN._replace(nope_dim=128, value_dim=128)
 BFLOAT16 = PLAIN._replace(heads=8, dtype=jnp.bfloat16, max_drafts=1)
 EIGHT_BITS = BFLOAT16._replace(page_size=32, cache_dtype=jnp.int8)
+# Rows shorter and longer than `top_k`; their keys in several blocks.
+INDEXED = PLAIN._replace(rank=32, index_heads=8, key_dim=24, top_k=50, max_drafts=2)
+INDEXED_16 = INDEXED._replace(heads=8, dtype=jnp.bfloat16, key_dim=128, page_size=32)
+INDEXED_8 = INDEXED_16._replace(cache_dtype=jnp.int8)
 TOLERANCE = {jnp.dtype(jnp.float32): 2e-5, jnp.dtype(jnp.bfloat16): 0.03}
 
 
@@ -49,6 +53,8 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(tpu, "expanded_prefill_blocks", lambda *_: blocks)
     monkeypatch.setattr(tpu, "EXPANDED_HEADS", 2)
     monkeypatch.setattr(tpu, "EXPANDED_TOKENS", 96)
+    monkeypatch.setattr(index_scores, "BLOCK_KEYS", 128)
+    monkeypatch.setattr(index_scores, "PART_KEYS", 64)
 
 
 def attend(program, mode):
@@ -63,6 +69,7 @@ def attend(program, mode):
                 jnp.int32(LAYER),
                 make_batch(problem, program),
                 SCALE,
+                problem.index and problem.index._replace(top_k=program.top_k),
             )
 
     return run
@@ -98,6 +105,18 @@ def test_a_mixed_step_agrees_with_float64(program, mode):
 @pytest.mark.parametrize(("program", "mode"), [(BFLOAT16, "lazy"), (EIGHT_BITS, "eager")])
 def test_rows_with_drafts_in_narrow_types(program, mode):
     check(Case(program, [(150, 2), (63, 1)], [(100, 20)], 1, seed=5), compiled(program, mode))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("program", "mode"),
+    [(INDEXED, "eager"), (INDEXED, "lazy"), (INDEXED_16, "eager"), (INDEXED_8, "lazy")],
+)
+def test_chosen_tokens_are_attended_to(program, mode):
+    rows = Case(program, [(150, 3), (230, 1), (0, 1)], [(190, 40)], 1, seed=4)
+    check(rows, compiled(program, mode))
+    short = Case(program, [(30, 3)], [(0, 40)], 0, seed=4)
+    check(short, compiled(program, mode))
 
 
 @pytest.mark.parametrize("mode", ["lazy", *long("eager")])
@@ -150,6 +169,10 @@ def results_not_waited_for(kernel, block, do, out_copies=prefill.out_copies):  #
     out_copies(kernel, block, lambda copy: None if do is wait else do(copy))
 
 
+def the_next_page(kernel, row, block, at, act, own=index_scores._Kernel.for_each_page):
+    own(kernel, row, block + 1, at, act)
+
+
 def write_another_page(kernel, run, tile_of=write._tile_of):
     runs = kernel.runs._replace(page=kernel.runs.slot)
     return tile_of(kernel._replace(runs=runs), run)
@@ -199,3 +222,51 @@ def test_keys_made_for_another_head_are_noticed(monkeypatch):
     )
     with pytest.raises(AssertionError):
         check(MIXED._replace(program=EXPANDED), attend(EXPANDED, "lazy"))
+
+
+def check_scores(mode, cache_dtype=jnp.float32):
+    """Score whole numbers with rows of several blocks, of one, and without keys."""
+    rng, page_size, lens = np.random.default_rng(0), 32, np.array([150, 0, 33, 128], np.int32)
+    queries, weights = rng.integers(-3, 4, (4, 2, 8, 24)), rng.integers(-3, 4, (4, 2, 8))
+    keys, cache = rng.integers(-3, 4, (4, 160, 24)), np.full((2, 21, 1, page_size, 256), np.nan)
+    table = np.where(np.arange(5) * page_size < lens[:, None], 1 + np.arange(20).reshape(4, 5), -1)
+    for row, page in np.argwhere(table > 0):
+        cache[LAYER, table[row, page]] = 0
+        own = keys[row, page * page_size : (page + 1) * page_size]
+        cache[LAYER, table[row, page], 0, :, 128:152] = own
+    numbers = as_float8(cache).view(np.int8) if cache_dtype == jnp.int8 else cache
+    arrays = np.float32(queries), np.float32(weights), table, lens
+    arrays = (*map(jnp.asarray, arrays), jnp.asarray(numbers, cache_dtype))
+
+    @jax.jit
+    def run(arrays):
+        with force_tpu_interpret_mode(MODES[mode]):
+            return index_scores.index_scores(*arrays, jnp.int32(LAYER))
+
+    found = np.asarray(simulate(run, arrays))
+    products = np.maximum(np.einsum("gnhd,gkd->gnhk", queries, keys), 0)
+    expected = np.einsum("gnhk,gnh->gnk", products, weights)
+    for row, length in enumerate(lens):
+        assert found[row, :, :length].tolist() == expected[row, :, :length].tolist()
+
+
+@pytest.mark.parametrize(
+    ("mode", "dtype"), [("eager", jnp.float32), ("lazy", jnp.bfloat16), ("lazy", jnp.int8)]
+)
+def test_scores_of_cached_keys_are_those_of_the_indexer(mode, dtype):
+    check_scores(mode, dtype)
+
+
+def test_keys_of_another_block_are_noticed(monkeypatch):
+    monkeypatch.setattr(index_scores._Kernel, "for_each_page", the_next_page)
+    with pytest.raises(AssertionError):
+        check_scores("lazy")
+
+
+def test_a_block_of_keys_that_is_not_waited_for_is_a_race(monkeypatch):
+    def started_only(kernel, row, block, at, act, own=index_scores._Kernel.for_each_page):
+        own(kernel, row, block, at, lambda copy: None if act is wait else act(copy))
+
+    monkeypatch.setattr(index_scores._Kernel, "for_each_page", started_only)
+    with pytest.raises(SimulationError, match="race"):
+        check_scores("eager")

@@ -1,6 +1,7 @@
 """The XLA latent attention against float64, on ragged batches drawn at random."""
 
 from functools import partial
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from sgl_jax.kernels.latent_attention import chosen
 from sgl_jax.kernels.latent_attention.xla import latent_attention
 from tests.kernels.attention.problems import LAYER, Case, cases
 from tests.kernels.latent_attention.problems import (
@@ -23,6 +25,11 @@ PROGRAMS = (
     LatentProgram(page_size=16),
     LatentProgram(page_size=128, heads=3, nope_dim=4, value_dim=24, tokens=200, max_len=300),
 )
+# Rows shorter and longer than `top_k`, in blocks of keys; a key is as long as a row's part.
+INDEXED = (
+    LatentProgram(page_size=1, max_drafts=2, index_heads=5, key_dim=24, top_k=9),
+    LatentProgram(page_size=16, index_heads=3, key_dim=128, top_k=40),
+)
 
 
 @partial(jax.jit, static_argnames="program")
@@ -35,6 +42,7 @@ def attend(problem, program):
         jnp.int32(LAYER),
         make_batch(problem, program),
         SCALE,
+        problem.index and problem.index._replace(top_k=program.top_k),
     )
 
 
@@ -58,9 +66,38 @@ def test_agrees_with_float64_on_any_ragged_batch(case):
     check(case, 2e-5)
 
 
+@settings(max_examples=20, deadline=None)
+@given(cases(INDEXED))
+def test_chosen_tokens_are_attended_to_on_any_ragged_batch(case):
+    """The choice is exact: the scores are whole numbers, and some of them are equal."""
+    with mock.patch.object(chosen, "SCORED_KEYS", 48):
+        check(case, 2e-5)
+
+
 @pytest.mark.parametrize(("dtype", "cache_dtype"), [("bfloat16", None), ("float32", jnp.int8)])
 def test_latents_are_attended_to_as_the_cache_holds_them(dtype, cache_dtype):
     program = LatentProgram(dtype=jnp.dtype(dtype), cache_dtype=cache_dtype)
     check(
         Case(program, [(100, 1), (17, 1)], [(90, 40)], 0, seed=3), 0.03 if not cache_dtype else 2e-5
     )
+
+
+def test_the_choice_is_by_keys_as_the_cache_holds_them():
+    program = INDEXED[0]._replace(dtype=jnp.dtype("bfloat16"), cache_dtype=jnp.int8, page_size=16)
+    check(Case(program, [(100, 3), (17, 1)], [(90, 40)], 0, seed=3), 0.05)
+
+
+@pytest.mark.parametrize("k", [1, 7, 128, 300])
+def test_the_greatest_scores_are_found_with_ties_and_what_is_not_finite(k):
+    rng = np.random.default_rng(k)
+    scores = rng.integers(-4, 4, (3, 2, 300)).astype(np.float32) * rng.choice([0.0, -1, 1e-30, 3])
+    scores[0, 0, rng.integers(0, 300, 9)] = np.nan
+    scores[:, 1, rng.integers(0, 300, 200)] = -np.inf
+    scores[2] = -np.inf
+    found = np.asarray(chosen.positions_of_greatest(jnp.asarray(scores), k))
+    for own, places in zip(scores.reshape(-1, 300), found.reshape(-1, k), strict=True):
+        ranked = np.where(np.isnan(own), np.inf, own)
+        order = np.argsort(-ranked, kind="stable")[:k]
+        right = np.sort(order[ranked[order] > -np.inf])
+        assert places[: len(right)].tolist() == right.tolist()
+        assert (places[len(right) :] == -1).all()
