@@ -29,7 +29,8 @@ def test_the_server_goes_on_and_stops_when_told(program: str, status: int, tmp_p
         "{% if messages[0].content == 'bad' %}" + program + "{% endif %}" + TEMPLATE
     )
     model = save(byte_level(), tmp_path / "model")
-    with hostile_server(tmp_path, model, "--chat-template", str(template)) as server:
+    flags = ("--chat-template", str(template), "--drain-timeout", "1")
+    with hostile_server(tmp_path, model, *flags) as server:
         assert server.post(CHAT, chat("good"))[0] == 200
 
         def run() -> None:

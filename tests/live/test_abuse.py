@@ -23,6 +23,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     ) as server:
         yield server
         server.assert_nothing_leaked()
+        # The check of health gives a token 20 s, and its program may have to be compiled.
+        lone = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
+        httpx.post(server.url + "/generate", json=lone, timeout=240).raise_for_status()
         assert httpx.get(server.url + "/health_generate", timeout=60).status_code == 200
 
 
@@ -50,8 +53,10 @@ def test_what_the_schema_allows_never_breaks_the_server(
     server: LiveServer, tmp_path: Path, phases: str, max_examples: int
 ) -> None:
     """schemathesis makes requests from the server's own OpenAPI description, good and bad."""
+    description = tmp_path / "openapi.json"  # schemathesis waits 10 s for it
+    description.write_bytes(httpx.get(server.url + "/openapi.json", timeout=60).content)
     command = [
-        *(sys.executable, "-m", "schemathesis.cli", "run", server.url + "/openapi.json"),
+        *(sys.executable, "-m", "schemathesis.cli", "run", str(description), "--url", server.url),
         *("--checks", "not_a_server_error,status_code_conformance,content_type_conformance"),
         *("--max-examples", str(max_examples), "--phases", phases, "--seed", "1"),
         # A trace writes to folders that the request names; and a server that was told to pause, to

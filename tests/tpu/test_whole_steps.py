@@ -92,8 +92,11 @@ def _cases():
         yield pytest.param(*layout, id=name, marks=pytest.mark.long)
 
 
-def _compile(model, topology_name, dp, tp, step, layers=None, rows=ROWS, **settings):
-    """The engine on paper, its step as the compiler made it, and the bucket of that."""
+def _compile(model, topology_name, dp, tp, step, layers=None, rows=ROWS, draws=True, **settings):
+    """The engine on paper, its step as the compiler made it, and the bucket of that.
+
+    Without `draws`, the step ends with the logits: the compiler takes most of its time for draws.
+    """
     args = ServerArgs(
         model_path=model,
         dp_size=dp,
@@ -118,8 +121,13 @@ def _compile(model, topology_name, dp, tp, step, layers=None, rows=ROWS, **setti
         "mixed": buckets.all[-1],
     }[step]
     programs = engine.programs
-    compile_it = programs.compile_decode_steps if step == "several" else programs.compile_step
-    return engine, compile_it(bucket), bucket
+    if draws:
+        compile_it = programs.compile_decode_steps if step == "several" else programs.compile_step
+        return engine, compile_it(bucket), bucket
+    programs.trace_halves(bucket)
+    computing, _ = programs._traced_halves[bucket]
+    options = programs._compiler_options(bucket)
+    return engine, computing.compile(compiler_options=options), bucket
 
 
 def _compiled_layers(engine):
@@ -318,7 +326,7 @@ def test_sequence_parallel_layers_gather_and_scatter_twice(
     model, quantization, slice_name, tp, ep, phase
 ):
     layers = read_config(model).quantized(quantization).layers[:2]
-    settings = {"hidden_sharding": "tensor", "ep_size": ep}
+    settings = {"hidden_sharding": "tensor", "ep_size": ep, "draws": False}
     engine, program, bucket = _compile(model, slice_name, 1, tp, phase, layers, **settings)
     cost = program_cost(program)
     _print_figures(cost, 0.0, Topology.parse(slice_name).chip)
