@@ -22,7 +22,7 @@ from sgl_jax.kernels.tpu_chip import LANES
 Shape = tuple[int, ...]
 Index = tuple[slice, ...]  # one slice per axis, with start and stop; only `Slice` uses steps
 
-_ROWS = 64  # transposed at a time
+_ROWS = 16  # transposed at a time
 
 PartKind = Literal["values", "scales", "zero_points", "order", "input_scale"]
 
