@@ -43,4 +43,4 @@ def sample_of(array: Any) -> Any:
 
 def is_finite(tensor: NDArray[Any]) -> bool:
     """Return True if all numbers of a stored tensor are finite; integers are."""
-    return bool(np.isfinite(tensor.astype(np.float32)).all())
+    return bool(np.isfinite(tensor.astype(np.float32, copy=False)).all())

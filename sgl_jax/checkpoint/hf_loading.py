@@ -1,5 +1,6 @@
 """Load Hugging Face safetensors into sharded arrays, one chip's part at a time."""
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,8 @@ from sgl_jax.layers.parameter import Path as ParamPath
 from sgl_jax.layers.sources import Source
 from sgl_jax.layers.tensor_keys import Index, Shape, TensorKey, Tensors
 from sgl_jax.models.quantization import QuantizationConfig
+
+_ALIGNMENT = 64  # bytes; XLA's CPU client copies host arrays that are not aligned so
 
 # Each parameter's shape, dtype and sharding, and its source tensors.
 Declared = Mapping[ParamPath, tuple[jax.ShapeDtypeStruct, Source]]
@@ -181,7 +184,7 @@ def load_parameter(
         chips_of.setdefault(tuple(own.indices(size)[:2] for own, size in bounds), []).append(chip)
     on_chips: list[jax.Array] = []
     for part, chips in chips_of.items():
-        out = np.empty([stop - start for start, stop in part], array.dtype)
+        out = aligned([stop - start for start, stop in part], array.dtype)
         try:
             source.fill(out, tuple(slice(*bound) for bound in part), tensors)
         except ValueError as error:
@@ -194,6 +197,15 @@ def load_parameter(
         jax.device_put(0, chips[0])
     whole = jax.make_array_from_single_device_arrays(array.shape, array.sharding, on_chips)
     return in_layout(whole, array)
+
+
+def aligned(shape: list[int], dtype: Any) -> NDArray[Any]:
+    """Return an uninitialized array that a CPU device takes without another copy."""
+    num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+    first = -memory.ctypes.data % _ALIGNMENT
+    own: NDArray[Any] = memory[first : first + num_bytes].view(dtype).reshape(shape)
+    return own
 
 
 def in_layout(array: Any, declared: jax.ShapeDtypeStruct) -> jax.Array:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from sgl_jax.kernels.tpu_chip import LANES
 from sgl_jax.layers.tensor_keys import Has, Index, MatrixPart, Places, Shape, TensorKey, Tensors
 
-_ROWS = 64  # transposed at a time
+_ROWS = 16  # transposed at a time
 
 
 class Source(ABC):

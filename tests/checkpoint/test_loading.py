@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 from sgl_jax.checkpoint.convert import convert
 from sgl_jax.checkpoint.errors import CheckpointError
 from sgl_jax.checkpoint.finite import non_finite_parameters
+from sgl_jax.checkpoint.hf_loading import aligned
 from sgl_jax.checkpoint.loading import detect_format, load_params
 from sgl_jax.checkpoint.stored_head import with_stored_head
 from sgl_jax.core.progress import Progress
@@ -522,3 +523,11 @@ class _RecordedProgress(Progress):
         with super().phase(*args) as phase:
             self.begun.append(phase)
             yield phase
+
+
+def test_a_cpu_takes_a_filled_part_without_a_copy():
+    part = aligned([3, 5], np.dtype(ml_dtypes.bfloat16))
+    part[:] = 1
+    array = jax.device_put(part, jax.devices("cpu")[0])
+    assert array.unsafe_buffer_pointer() == part.ctypes.data
+    assert (array.shape, array.dtype) == ((3, 5), jnp.bfloat16)

@@ -3,6 +3,7 @@
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
 
 from sgl_jax.core.calls import WeightsUpdated
 from sgl_jax.core.messages import CALL_OF
@@ -22,18 +23,23 @@ _REFUSED = (
 )
 
 
+class TensorFields(BaseModel):
+    """Fields in the URL of `/update_weights_from_tensor`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    weight_version: str = Field("", max_length=MAX_VERSION_CHARS, description="label in answers")
+    mode: UpdateMode = "staged"
+    is_first: bool = False
+    is_last: bool | None = None
+    keep_cache: bool = False
+    flush_cache: bool = Field(True, description="without effect: see keep_cache")
+    abort_all_requests: bool = False
+
+
 @router.post(WEIGHT_PATHS[0], responses=answers(WeightsUpdated))
 async def update_weights_from_tensor(
-    request: Request,
-    weight_version: Annotated[
-        str, Query(max_length=MAX_VERSION_CHARS, description="label in answers")
-    ] = "",
-    mode: UpdateMode = "staged",
-    is_first: bool = False,
-    is_last: bool | None = None,
-    keep_cache: bool = False,
-    flush_cache: bool = True,
-    abort_all_requests: bool = False,
+    request: Request, fields: Annotated[TensorFields, Query()]
 ) -> Response:
     """Take tensors of new weights: the body is a safetensors file, with the names of a checkpoint.
 
@@ -48,13 +54,7 @@ async def update_weights_from_tensor(
             code="not_safetensors",
         )
     message = UpdateWeightsFromTensor(
-        tensors=await request.body(),
-        weight_version=weight_version,
-        mode=mode,
-        is_first=is_first,
-        is_last=is_last,
-        keep_cache=keep_cache,
-        abort_all_requests=abort_all_requests,
+        tensors=await request.body(), **fields.model_dump(exclude={"flush_cache"})
     )
     refs = references_of(request)
     timeout_s = CALL_OF[UpdateWeightsFromTensor].timeout_s

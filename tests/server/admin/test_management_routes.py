@@ -414,6 +414,9 @@ async def test_tensors_come_in_a_body_and_their_settings_in_the_url(rig: Rig) ->
     assert (sent.keep_cache, sent.is_first, sent.is_last) == (True, False, True)
     refused = {
         "mode": await rig.http.post(path, params={"mode": "gently"}, content=b""),
+        "is_final: this field is unknown": await rig.http.post(
+            path, params={"is_final": "true"}, content=b""
+        ),
         "pickled tensors": await rig.http.post(path, json={"serialized_named_tensors": ["x"]}),
         "in bodies": await rig.http.post("/init_weights_update_group", json={"world_size": 2}),
     }
