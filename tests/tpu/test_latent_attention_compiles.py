@@ -113,8 +113,8 @@ def assert_chosen_tokens_are_attended_to_in_place(
     assert seconds < 6 * MAX_COMPILE_S
 
 
-@pytest.mark.parametrize("generation", generations("v6e"))
-@pytest.mark.parametrize("sizes", [(64, 16), pytest.param((1024, 16), marks=pytest.mark.long)])
+@pytest.mark.parametrize("generation", generations())
+@pytest.mark.parametrize("sizes", [(64, 16), (1024, 16)])
 def test_every_generation_compiles_attention_to_chosen_tokens(sizes, generation, tpu_mesh):
     assert_chosen_tokens_are_attended_to_in_place(tpu_mesh(generation), *sizes)
 

@@ -6,7 +6,7 @@ such rows is dense. Scores have a kernel for TPU (`index_scores`); the rest is t
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -98,63 +98,71 @@ def choose(
     They are ascending, with -1 after the last. Those of padding are -1. The chips of
     `index.shared_over` read the keys of different decode rows.
     """
-    spare = ((0, PREFILL_QUERIES), (0, 0))
-    queries = jnp.pad(index.queries, (*spare, (0, 0)))
-    weights = jnp.pad(index.weights, spare)
-    chosen = jnp.full((len(queries), index.top_k), -1, jnp.int32)
+    chooser = _Chooser(index, kv_cache, layer, batch, score)
+    chosen = jnp.full((len(batch.valid) + PREFILL_QUERIES, index.top_k), -1, jnp.int32)
+    chosen = lax.dynamic_update_slice_in_dim(chosen, chooser.of_decode_rows(), 0, axis=0)
+    chosen = lax.fori_loop(batch.num_decode, batch.num_rows, chooser.add_prefill_row, chosen)
+    return jnp.where(batch.valid[:, None], chosen[: len(batch.valid)], -1)
 
-    def choose_for(
-        places: jax.Array, rows: jax.Array, q_starts: jax.Array, kv_lens: jax.Array
-    ) -> jax.Array:
-        """Return [G, n, top_k] for queries at `places` [G, n], the first at `q_starts` [G]."""
-        pages = batch.page_table[rows]
-        scores = score(queries[places], weights[places], pages, kv_lens, kv_cache, layer)
-        none = jnp.zeros_like(rows)
-        sizes = scores.shape[2], q_starts, kv_lens, scores.shape[1]
-        keys = VisibleKeys.of(none, *sizes, ScoreOptions(1.0))
-        return positions_of_greatest(jnp.where(keys.seen, scores, -jnp.inf), index.top_k)
 
-    width = 1 + batch.max_draft_tokens
-    ahead = jnp.arange(max(width, PREFILL_QUERIES), dtype=jnp.int32)
+class _Chooser(NamedTuple):
+    """Chooses the tokens that queries of one layer attend to; see `choose`."""
 
-    most, axis = batch.max_decode_tokens, index.shared_over
-    chips, chip = (lax.axis_size(axis), lax.axis_index(axis)) if axis else (1, 0)
-    num_rows = min(DECODE_ROWS, -(-len(batch.q_lens) // chips))
+    indexed: IndexQueries
+    kv_cache: jax.Array
+    layer: jax.Array
+    batch: AttentionBatch
+    score: IndexScores
 
-    def decode_rows(i: jax.Array, chosen: jax.Array) -> jax.Array:
-        first = (i * chips + chip) * num_rows
-        rows = first + jnp.arange(num_rows, dtype=jnp.int32)
-        is_decode = rows < batch.num_decode
-        rows = jnp.minimum(rows, len(batch.q_lens) - 1)
-        q_lens = jnp.where(is_decode, batch.q_lens[rows], 0)
-        # A row with fewer drafts repeats its last query.
-        in_row = jnp.minimum(ahead[:width], jnp.maximum(q_lens - 1, 0)[:, None])
-        places = batch.q_offsets[rows][:, None] + in_row
-        starts = jnp.where(is_decode, batch.kv_starts[rows], 0)
-        found = choose_for(places, rows, starts, starts + q_lens)
-        places = jnp.where((q_lens > 0)[:, None], places, most)
-        return chosen.at[places].set(found, mode="drop")
+    def of_decode_rows(self) -> jax.Array:
+        """Return the choice of the first `max_decode_tokens` tokens; -1 for other rows' tokens."""
+        batch, axis = self.batch, self.indexed.shared_over
+        most, bucket_rows = batch.max_decode_tokens, len(batch.q_lens)
+        chips, chip = (lax.axis_size(axis), lax.axis_index(axis)) if axis else (1, 0)
+        num_rows = min(DECODE_ROWS, -(-bucket_rows // chips))
+        ahead = jnp.arange(1 + batch.max_draft_tokens, dtype=jnp.int32)
 
-    def prefill_row(row: jax.Array, chosen: jax.Array) -> jax.Array:
+        def add_rows(i: jax.Array, chosen: jax.Array) -> jax.Array:
+            rows = (i * chips + chip) * num_rows + jnp.arange(num_rows, dtype=jnp.int32)
+            is_decode = rows < batch.num_decode
+            rows = jnp.minimum(rows, bucket_rows - 1)
+            q_lens = jnp.where(is_decode, batch.q_lens[rows], 0)
+            # A row with fewer drafts repeats its last query.
+            in_row = jnp.minimum(ahead, jnp.maximum(q_lens - 1, 0)[:, None])
+            places = batch.q_offsets[rows][:, None] + in_row
+            starts = jnp.where(is_decode, batch.kv_starts[rows], 0)
+            found = self._choose_for(places, rows, starts, starts + q_lens)
+            return chosen.at[jnp.where(is_decode[:, None], places, most)].set(found, mode="drop")
+
+        chosen = jnp.full((most, self.indexed.top_k), -1, jnp.int32)
+        chosen = lax.fori_loop(0, -(-batch.num_decode // (num_rows * chips)), add_rows, chosen)
+        return lax.pmax(chosen, axis) if chips > 1 else chosen
+
+    def add_prefill_row(self, row: jax.Array, chosen: jax.Array) -> jax.Array:
+        """Write the choice of a row's tokens to `chosen` [T + PREFILL_QUERIES, top_k]."""
+        batch = self.batch
         start, q_len, offset = batch.kv_starts[row], batch.q_lens[row], batch.q_offsets[row]
 
-        def block(i: jax.Array, chosen: jax.Array) -> jax.Array:
+        def add_block(i: jax.Array, chosen: jax.Array) -> jax.Array:
             first = i * PREFILL_QUERIES
-            places = offset + first + ahead[:PREFILL_QUERIES]
+            places = offset + first + jnp.arange(PREFILL_QUERIES, dtype=jnp.int32)
             rows = row[None], (start + first)[None], (start + q_len)[None]
-            found = choose_for(places[None], *rows)[0]
+            found = self._choose_for(places[None], *rows)[0]
             # Results past the row's end are overwritten by the next row, or are of padding.
             return lax.dynamic_update_slice_in_dim(chosen, found, offset + first, axis=0)
 
-        return lax.fori_loop(0, -(-q_len // PREFILL_QUERIES), block, chosen)
+        return lax.fori_loop(0, -(-q_len // PREFILL_QUERIES), add_block, chosen)
 
-    num_blocks = -(-batch.num_decode // (num_rows * chips))
-    decoded = lax.fori_loop(0, num_blocks, decode_rows, chosen[:most])
-    if chips > 1:
-        decoded = lax.pmax(decoded, axis)
-    chosen = lax.dynamic_update_slice_in_dim(chosen, decoded, 0, axis=0)
-    chosen = lax.fori_loop(batch.num_decode, batch.num_rows, prefill_row, chosen)
-    return jnp.where(batch.valid[:, None], chosen[: len(index.queries)], -1)
+    def _choose_for(
+        self, places: jax.Array, rows: jax.Array, q_starts: jax.Array, kv_lens: jax.Array
+    ) -> jax.Array:
+        """Return [G, n, top_k] for queries at `places` [G, n] of G rows, first at `q_starts`."""
+        queries, weights = self.indexed.queries[places], self.indexed.weights[places]
+        pages = self.batch.page_table[rows]
+        scores = self.score(queries, weights, pages, kv_lens, self.kv_cache, self.layer)
+        sizes = scores.shape[2], q_starts, kv_lens, scores.shape[1]
+        keys = VisibleKeys.of(jnp.zeros_like(rows), *sizes, ScoreOptions(1.0))
+        return positions_of_greatest(jnp.where(keys.seen, scores, -jnp.inf), self.indexed.top_k)
 
 
 def xla_index_scores(

@@ -251,10 +251,10 @@ def check_scores(mode, cache_dtype=jnp.float32):
 
 
 @pytest.mark.parametrize(
-    ("mode", "dtype"), [("eager", jnp.float32), ("lazy", jnp.bfloat16), ("lazy", jnp.int8)]
+    "case", [("eager", jnp.float32), *long(("lazy", jnp.bfloat16), ("lazy", jnp.int8))], ids=str
 )
-def test_scores_of_cached_keys_are_those_of_the_indexer(mode, dtype):
-    check_scores(mode, dtype)
+def test_scores_of_cached_keys_are_those_of_the_indexer(case):
+    check_scores(*case)
 
 
 def test_keys_of_another_block_are_noticed(monkeypatch):
