@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import orbax.checkpoint as ocp
 from flax.nnx.traversals import flatten_mapping, unflatten_mapping
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -31,7 +32,7 @@ _CAST = {jnp.dtype(own) for own in (jnp.float32, jnp.float16, jnp.bfloat16)}
 
 def save_orbax(folder: Path, params: ParamTree) -> None:
     """Write `params`, loaded for one chip, to a new folder below `folder`."""
-    with _checkpointer() as checkpointer:
+    with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder.absolute() / PARAMS_FOLDER, params)
 
 
@@ -53,7 +54,7 @@ def load_orbax(
             f"no {PARAMS_FOLDER} folder in {str(folder)!r}: a checkpoint of an earlier version (in "
             "orbax_params) must be converted again, by python -m sgl_jax.checkpoint.convert"
         )
-    with _checkpointer() as checkpointer:
+    with ocp.StandardCheckpointer() as checkpointer:
         wanted = {"/".join(name): source.plain_shape for name, (_, source) in declared.items()}
         stored = _stored_arrays(checkpointer, path)
         found = {name: tuple(own.shape) for name, own in stored.items()}
@@ -71,13 +72,6 @@ def load_orbax(
             f"parameter {'/'.join(name)} in {str(path)!r} holds values that are no finite numbers"
         )
     return {name: _fit(restored[name], *own) for name, own in declared.items()}
-
-
-def _checkpointer() -> Any:
-    # Takes a second, so imported only when a checkpoint is written or read.
-    import orbax.checkpoint as ocp
-
-    return ocp.StandardCheckpointer()
 
 
 def _stored_arrays(checkpointer: Any, path: Path) -> dict[str, Any]:

@@ -11,10 +11,11 @@ import time
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
+import orbax.checkpoint as ocp
 
 from sgl_jax.core.array_codec import make_decoder, make_encoder
 from sgl_jax.core.daemon_thread import DaemonThread
@@ -26,9 +27,6 @@ from sgl_jax.mem_cache.offload.saved_prefixes import SavedTree, saved_prefixes
 from sgl_jax.scheduler.events import RestoreCache
 from sgl_jax.scheduler.scheduler import Scheduler
 from sgl_jax.sessions.saving import SavedSession
-
-if TYPE_CHECKING:
-    import orbax.checkpoint as ocp
 
 logger = logging.getLogger(__name__)
 
@@ -47,30 +45,27 @@ class SavedCacheFolder:
     """The saves in `folder`, each with the fingerprint of its model, weights and layout."""
 
     def __init__(self, folder: Path) -> None:
-        # Takes a second, so imported only when a cache is saved or restored.
-        import orbax.checkpoint as ocp
-
         self._folder = (folder / _FOLDER).absolute()
-        self._orbax = ocp
 
-    def _manager(self) -> "ocp.CheckpointManager":
-        options = self._orbax.CheckpointManagerOptions(
+    def _manager(self) -> ocp.CheckpointManager:
+        options = ocp.CheckpointManagerOptions(
             max_to_keep=_NUM_KEPT, create=True, enable_async_checkpointing=False
         )
-        return self._orbax.CheckpointManager(self._folder, options=options)
+        return ocp.CheckpointManager(self._folder, options=options)
 
     def save(self, saved: SavedCache, fingerprint: str) -> None:
         """Write a step. Raises OSError or ValueError if it cannot be written."""
         make_private_folder(self._folder)
         packed = make_encoder().encode(saved)
         facts = {"fingerprint": fingerprint, "digest": _digest(packed)}
-        args = self._orbax.args
         with self._manager() as manager:
             step = 1 + (manager.latest_step() or 0)
             arrays = {"packed": np.frombuffer(packed, np.uint8)}
             manager.save(
                 step,
-                args=args.Composite(arrays=args.StandardSave(arrays), facts=args.JsonSave(facts)),
+                args=ocp.args.Composite(
+                    arrays=ocp.args.StandardSave(arrays), facts=ocp.args.JsonSave(facts)
+                ),
             )
 
     def load(self, fingerprint: str) -> SavedCache | None:
@@ -88,7 +83,7 @@ class SavedCacheFolder:
         with self._manager() as manager:
             for step in sorted(manager.all_steps(), reverse=True):
                 try:
-                    facts, packed = self._read(manager, step)
+                    facts, packed = _read(manager, step)
                     if facts["digest"] != _digest(packed):
                         raise ValueError("its digest is another one")
                     if facts["fingerprint"] != fingerprint:
@@ -106,12 +101,13 @@ class SavedCacheFolder:
                     return saved
         return None
 
-    def _read(self, manager: "ocp.CheckpointManager", step: int) -> tuple[dict[str, Any], bytes]:
-        args = self._orbax.args
-        restored = manager.restore(
-            step, args=args.Composite(arrays=args.StandardRestore(), facts=args.JsonRestore())
-        )
-        return restored.facts, np.asarray(restored.arrays["packed"]).tobytes()
+
+def _read(manager: ocp.CheckpointManager, step: int) -> tuple[dict[str, Any], bytes]:
+    restored = manager.restore(
+        step,
+        args=ocp.args.Composite(arrays=ocp.args.StandardRestore(), facts=ocp.args.JsonRestore()),
+    )
+    return restored.facts, np.asarray(restored.arrays["packed"]).tobytes()
 
 
 def _digest(packed: bytes) -> str:
