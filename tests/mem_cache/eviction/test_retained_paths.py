@@ -284,6 +284,10 @@ def test_hints_count_below_pages_that_others_used() -> None:
     assert inner.parent is not None
     assert inner.parent.is_shared
     cache.audit()
+    cache.serve(np.concatenate([longer, prompt(5)]), tenant="b")
+    assert inner.is_shared
+    assert inner.parent is cache.tree.root, "now all pages are"
+    cache.audit()
 
 
 def test_ends_of_retentions_that_are_renewed_take_no_more_memory() -> None:
