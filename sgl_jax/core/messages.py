@@ -66,9 +66,9 @@ class SessionTurn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     name: str | None = None
 
 
-# The hints that a `Reuse` holds, and their outcomes (`scheduler/hint_counts.py`).
+# The hints of requests, and their outcomes (`scheduler/hint_counts.py`).
 HINTS = ("pause", "retain", "evict", "unknown")
-HINT_OUTCOMES = ("honored", "capped", "ignored")
+HINT_OUTCOMES = ("recorded", "capped", "ignored")
 
 
 class Reuse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,7 +82,6 @@ class Reuse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         is_family: `agent` is the id of a group of conversations.
         keep_s: the client wants the prefix to be kept for these seconds before its others.
         is_last: the conversation ends with the answer.
-        num_unknown: hints of the request that are not understood.
     """
 
     agent: str = ""
@@ -91,7 +90,6 @@ class Reuse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     is_family: bool = False
     keep_s: float = 0.0
     is_last: bool = False
-    num_unknown: int = 0
 
 
 @call("submit")
@@ -126,6 +124,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         is_probe: a health probe, exempt from the queue limits. Refused while another probe is in
             flight.
         reuse: what is known of the conversation's next request.
+        num_unknown_hints: hints of the client that are not understood.
     """
 
     rid: str
@@ -149,6 +148,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     tenant: Tenant | None = None
     is_probe: bool = False
     reuse: Reuse = Reuse()
+    num_unknown_hints: int = 0
 
 
 @call("abort")

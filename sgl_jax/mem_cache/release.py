@@ -27,6 +27,7 @@ from sgl_jax.mem_cache.row_states import (
 )
 from sgl_jax.mem_cache.tree.radix_cache import PrefixMatch
 from sgl_jax.mem_cache.tree.tree_component import LeaseOffer
+from sgl_jax.mem_cache.tree_node import is_on_tree
 
 _NO_TOKENS = np.zeros(0, np.int32)
 
@@ -138,6 +139,9 @@ def release_kv_cache(
         if end is not None and lease.node is not None:
             tree = memory.cache.tree
             tree.policy.ended(tree.path_to(lease.node), end.prompt_len // memory.page_size, end)
+            for node in tree.path_to(lease.node)[::-1]:  # holders may be equal now
+                if is_on_tree(node):
+                    tree.merge_up(node)
         if lease.session_id is not None and _keep_for_session(memory, lease, added, len(tokens)):
             return
     _free(memory, lease.pages(memory.page_size, lease.cache_protected_len), lease.row)

@@ -149,6 +149,16 @@ class TreeNode:
         self.is_usable: BoolArray = _NO_POSITIONS
         self.runs: tuple[int, ...] = ()
 
+    @property
+    def holder(self) -> Hashable:
+        """Return whose path it is; None also for several holders, or without a complete answer."""
+        return None if self.retention is None else self.retention.holder
+
+    @property
+    def is_shared(self) -> bool:
+        """Return whether complete answers of several holders go through the node."""
+        return self.retention is not None and self.retention.holder is None
+
     def start_reading(self) -> None:
         """Keep a time of reading from now on, starting at the node's creation."""
         self.read = ReadTime(self, self.last_access)

@@ -261,7 +261,8 @@ FIGURES = (
     ),
     Figure(
         "cache_hints",
-        "hints of clients that order evictions, order them for a shorter time, or do not",
+        "hints of clients, of requests that ended: recorded for the order of expected returns, "
+        "recorded for a shorter time (capped), or ignored",
         lambda state: [
             (hint, outcome, rank["dp_rank"], rank["counters"][f"hints_{hint}_{outcome}"])
             for rank in state["ranks"]

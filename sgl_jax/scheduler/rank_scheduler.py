@@ -243,7 +243,7 @@ class RankScheduler:
         has_ended = num_tokens is not None or known_len < max_len
         self._count_output(row, num_tokens or int(known_len), has_ended=has_ended)
         request = self._leave(row, num_tokens=num_tokens, is_complete=True)
-        self._hints.add(request.message.reuse, is_honored=self._expects_returns)
+        self._hints.add(request.message, is_recorded=self._expects_returns)
         request.state = RequestState.FINISHED
         self._bound_sessions()
         return request
@@ -270,7 +270,7 @@ class RankScheduler:
             self.memory.sessions.unbind(request.lease)
             kept = None
         self._leave(row, insert=insert, num_tokens=kept)
-        self._hints.add(request.message.reuse, is_honored=False)
+        self._hints.add(request.message, is_recorded=False)
         request.state = RequestState.FINISHED
         self._bound_sessions()
         return request

@@ -189,7 +189,7 @@ class Request:
     @property
     def is_of_agent(self) -> bool:
         """Return whether anything tells that an agent sent it, so that its next one is expected."""
-        return replace(self.message.reuse, num_unknown=0) != _UNKNOWN
+        return self.message.reuse != _UNKNOWN
 
     @property
     def agent(self) -> tuple[str, str] | None:

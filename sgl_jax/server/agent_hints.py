@@ -43,8 +43,9 @@ def reuse_of(
     tenant: Tenant | None,
     body: HintFields,
     call_token_ids: tuple[int, ...] = (),
-) -> Reuse:
-    """Return what a request tells of its conversation's next request."""
+) -> tuple[Reuse, int]:
+    """Return what a request tells of its conversation's next request, and its number of hints that
+    are not understood."""
     agent = next(filter(None, map(request.headers.get, _ID_HEADERS)), "")
     hints = body.agent_hints or AgentHints()
     agent = agent or hints.agent_id or ""
@@ -59,15 +60,15 @@ def reuse_of(
     kinds = {kind for kind, _ in sent}
     is_last = "evict" in kinds
     pause_ms = inf if "demote" in kinds else hints.expected_tool_duration_ms
-    return Reuse(
+    reuse = Reuse(
         agent=agent,
         call_token_ids=call_token_ids,
         pause_s=None if pause_ms is None else min(pause_ms * 1e-3, _MAX_PAUSE_S),
         is_family=is_family,
         keep_s=0.0 if is_last else max(seconds for _, seconds in (*sent, _EVICT)),
         is_last=is_last,
-        num_unknown=sent.count(_UNKNOWN),
     )
+    return reuse, sent.count(_UNKNOWN)
 
 
 def _hints_in(request: Request, body: HintFields, hints: AgentHints) -> Iterator[_Hint]:

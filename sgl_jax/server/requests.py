@@ -78,7 +78,8 @@ async def prompt_requests(
     checks, requests = refs.frontend.checks, list[GenerateRequest]()
     owner = owner_of(request, tenant)
     shared |= {"session": owner.own(turn), "tenant": tenant}
-    shared["reuse"] = reuse_of(request, tenant, body, call_token_ids)
+    reuse, num_unknown_hints = reuse_of(request, tenant, body, call_token_ids)
+    shared |= {"reuse": reuse, "num_unknown_hints": num_unknown_hints}
     options = body.options_of(len(prompts))
     with client_names(names):
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]

@@ -177,6 +177,21 @@ def test_kv_of_other_chips_and_pages_comes_back(
     check(KINDS[name], writer, reader, seed)
 
 
+def test_a_page_is_found_with_all_its_values_only_and_gets_back_those_that_are_lost() -> None:
+    store, (pool, layout) = Store(), kv_pool(KINDS["K and V"], 1, 64)
+    contents = np.random.default_rng(0).standard_normal((4, NUM_LAYERS, *layout.page_shape))
+    fill(pool, [contents.astype(FLOAT)])
+    for number in range(16):
+        assert moved(store, pool, 64, "puts").succeeded
+        assert len(store.values) == 16
+        lost = store.values.pop(sorted(store.values)[number])
+        search, load = (moved(store, pool, 64, step) for step in ("searches", "loads"))
+        assert search.found[0].sum() == load.found[0].sum() == 3
+        assert lost not in store.values.values()
+    (kept,) = all_blocks(pool, 4)
+    assert kept.tobytes() == contents.astype(FLOAT).tobytes()
+
+
 @pytest.mark.parametrize("page_sizes", [(16, 64), (64, 32)])
 @pytest.mark.parametrize("chips", [(1, 4), (4, 2)])
 def test_states_of_other_chips_come_back_at_ends_of_both_pages(

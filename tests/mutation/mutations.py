@@ -338,14 +338,38 @@ MUTATIONS = (
     Mutation(
         "release what other paths use at the end of a conversation",
         _ADAPTIVE,
-        "if _is_shared(node) or (is_last and len(node.children) > (not is_end)):",
-        "if _is_shared(node):",
+        "if node.holder is None or (is_last and len(node.children) > (not is_end)):",
+        "if node.holder is None:",
     ),
     Mutation(
         "evict in place of a retained path without an end",
         _RETAINED,
         "if kept and kept.until_s > now_s else None",
         "if kept else None",
+    ),
+    Mutation(
+        "evict in place of a retained path only those that were used since their time ended",
+        _RETAINED,
+        "        self._expire(now_s)\n",
+        "",
+    ),
+    Mutation(
+        "end a retention that was renewed",
+        _RETAINED,
+        " and listed.until_s == until_s:",
+        ":",
+    ),
+    Mutation(
+        "merge pages of one client with those that others use",
+        _TREE,
+        "            and upper.is_shared == lower.is_shared\n",
+        "",
+    ),
+    Mutation(
+        "leave nodes apart that both become shared",
+        "sgl_jax/mem_cache/release.py",
+        "                if is_on_tree(node):\n                    tree.merge_up(node)\n",
+        "                pass\n",
     ),
     Mutation(
         "keep a path for as long as the client wants",

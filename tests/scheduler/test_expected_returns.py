@@ -20,14 +20,15 @@ class Agent:
         self.prompt, self.now_s = PROMPT, 100.0
         self.driver.tick(self.now_s)
 
-    def turn(self, after_s: float, num_tokens: int = 3, **reuse: Any) -> int:
+    def turn(
+        self, after_s: float, num_tokens: int = 3, num_unknown_hints: int = 0, **reuse: Any
+    ) -> int:
         """Send the next request after a pause; return the class of its path's leaf."""
         self.now_s += after_s
         self.driver.tick(self.now_s)
         rid = str(len(self.prompt))
-        self.driver.submit(
-            generate(rid, self.prompt, num_tokens, reuse=Reuse(**reuse), ignore_eos=True)
-        )
+        hints = {"reuse": Reuse(**reuse), "num_unknown_hints": num_unknown_hints}
+        self.driver.submit(generate(rid, self.prompt, num_tokens, ignore_eos=True, **hints))
         self.driver.run()
         self.prompt = [*self.prompt, *self.driver.tokens[rid], 1, 2]
         nodes = self.driver.scheduler.ranks[0].memory.cache.nodes()
@@ -50,7 +51,7 @@ def test_an_answer_without_a_call_is_final_and_a_forecast_is_taken_as_it_is() ->
     assert again.turn(0.0, call_token_ids=(token, answer[1])) == FIRST_CLASS
     assert again.turn(8.0, call_token_ids=(answer[1],), pause_s=300.0) == class_of(300.0)
     counters = again.driver.scheduler.ranks[0].counters()
-    assert (counters["hints_pause_honored"], counters["hints_pause_ignored"]) == (1, 0)
+    assert (counters["hints_pause_recorded"], counters["hints_pause_ignored"]) == (1, 0)
 
 
 def test_an_answer_that_the_next_prompt_lacks_is_evicted_first() -> None:
@@ -84,25 +85,25 @@ def test_nothing_is_recorded_of_other_traffic_or_with_the_switch_off() -> None:
 
 
 def test_hints_are_counted_by_what_becomes_of_them() -> None:
-    sent = (
+    sent: tuple[dict[str, Any], ...] = (
         {"keep_s": 300.0},
-        {"keep_s": 7200.0, "num_unknown": 2},
+        {"keep_s": 7200.0, "num_unknown_hints": 2},
         {"is_last": True, "pause_s": 8.0},
-        {"num_unknown": 1},
+        {"num_unknown_hints": 1},
     )
-    for state, outcome in (("on", "honored"), ("off", "ignored")):
+    for state, outcome in (("on", "recorded"), ("off", "ignored")):
         agent = Agent(radix_expected_return=state)
         for reuse in sent:
             agent.turn(8.0, **reuse)
         rank = agent.driver.scheduler.ranks[0]
         counts = {name: n for name, n in rank.counters().items() if name.startswith("hints_") and n}
         retained = (
-            {"retain_honored": 1, "retain_capped": 1} if state == "on" else {"retain_ignored": 2}
+            {"retain_recorded": 1, "retain_capped": 1} if state == "on" else {"retain_ignored": 2}
         )
         others = {f"evict_{outcome}": 1, f"pause_{outcome}": 1, "unknown_ignored": 3}
         assert counts == {f"hints_{name}": n for name, n in (retained | others).items()}
     agent = Agent()
-    agent.turn(0.0, num_unknown=1)
+    agent.turn(0.0, num_unknown_hints=1)
     policy: Any = agent.driver.scheduler.ranks[0].memory.cache.tree.policy
     assert len(policy._records) == 0
 
@@ -144,7 +145,7 @@ def test_the_forecast_of_a_request_that_was_retracted_is_counted_once() -> None:
     agent.driver.retract("again")
     agent.driver.run()
     counters = agent.driver.scheduler.ranks[0].counters()
-    assert (counters["hints_pause_honored"], counters["hints_pause_ignored"]) == (1, 0)
+    assert (counters["hints_pause_recorded"], counters["hints_pause_ignored"]) == (1, 0)
 
 
 def test_a_long_answer_is_no_part_of_the_pause_after_it() -> None:

@@ -18,12 +18,18 @@ pytestmark = pytest.mark.anyio
 HINTED = {"expected_tool_duration_ms": 1500, "workflow_id": "w", "reuse_hint": "keep"}
 
 
-async def reuse_in(rig: Rig, headers: dict[str, str] | None = None, **body: Any) -> Reuse:
+async def request_with(
+    rig: Rig, headers: dict[str, str] | None = None, **body: Any
+) -> GenerateRequest:
     rig.engine.seen.clear()
     answer = await rig.http.post("/v1/messages", json=asking("Sunny.", **body), headers=headers)
     assert answer.status_code == 200, answer.text
     (request,) = (m for m in rig.engine.seen if isinstance(m, GenerateRequest))
-    return request.reuse
+    return request
+
+
+async def reuse_in(rig: Rig, headers: dict[str, str] | None = None, **body: Any) -> Reuse:
+    return (await request_with(rig, headers, **body)).reuse
 
 
 async def test_agents_are_known_by_their_headers_and_expected_pauses(tools_rig: Rig) -> None:
@@ -177,8 +183,9 @@ async def test_hints_say_how_long_a_prompt_is_kept_and_when_a_conversation_ends(
     tools_rig: Rig,
 ) -> None:
     for keep_s, body in KEPT:
-        reuse = await reuse_in(tools_rig, **body)
-        assert (reuse.keep_s, reuse.is_last, reuse.num_unknown) == (keep_s, False, 0), body
+        request = await request_with(tools_rig, **body)
+        assert (request.reuse.keep_s, request.reuse.is_last) == (keep_s, False), body
+        assert not request.num_unknown_hints, body
     for body in LAST:
         reuse = await reuse_in(tools_rig, **body)
         assert (reuse.keep_s, reuse.is_last) == (0.0, True), body
@@ -187,7 +194,8 @@ async def test_hints_say_how_long_a_prompt_is_kept_and_when_a_conversation_ends(
         assert reuse == Reuse(is_last=is_last)
     assert (await reuse_in(tools_rig, kv_hints=actions("demote"))).pause_s == 86_400.0
     for num_unknown, body in UNKNOWN:
-        assert await reuse_in(tools_rig, **body) == Reuse(num_unknown=num_unknown)
+        request = await request_with(tools_rig, **body)
+        assert (request.reuse, request.num_unknown_hints) == (Reuse(), num_unknown)
     for name, body in REFUSED:
         answer = await tools_rig.http.post("/v1/messages", json=asking("Sunny.", **body))
         assert answer.status_code == 400
@@ -232,7 +240,8 @@ async def test_any_hints_change_nothing_of_a_request_but_its_reuse(tools_rig: Ri
             assert (answer.status_code, sent) == (400, []), body
             assert answer.json()["error"]["message"]
             continue
-        rest = (msgspec.structs.replace(each, rid="", reuse=Reuse()) for each in (sent[0], same))
+        none = {"rid": "", "reuse": Reuse(), "num_unknown_hints": 0}
+        rest = (msgspec.structs.replace(each, **none) for each in (sent[0], same))
         assert len(set(map(msgspec.json.encode, rest))) == 1
     assert min(map(statuses.count, (200, 400))) > 20
 

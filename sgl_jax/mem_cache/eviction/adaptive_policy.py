@@ -291,7 +291,7 @@ class AdaptivePolicy(EvictionPolicy):
                 rest is not None
                 and rest.node_id not in on_path
                 and len(rest.children) < 2
-                and not _is_shared(rest)
+                and rest.holder is not None
             ):
                 self._expect(rest, REPLACED)
                 rest = rest.parent
@@ -360,17 +360,12 @@ def _last_hash(node: TreeNode) -> int:
     return int(node.page_hashes.view(np.int64)[-1])
 
 
-def _is_shared(node: TreeNode) -> bool:
-    """Return whether paths of other holders may go through the node."""
-    return node.retention is None or node.retention.holder is None
-
-
 def _own_part(hashes: Int64Array, leaf: TreeNode | None) -> Int64Array:
     """Return the hashes of a path's end after the last node, from `leaf` up, with other holders'
     paths."""
     node = leaf
     while node is not None and node.parent is not None:
-        if _is_shared(node):
+        if node.holder is None:
             found = np.flatnonzero(hashes == _last_hash(node))
             return hashes[found[-1] + 1 :] if len(found) else hashes
         node = node.parent
@@ -382,7 +377,7 @@ def _num_shared(path: Sequence[TreeNode], *, is_last: bool) -> int:
     of other holders or, if the conversation ended, with any other path."""
     for number in range(len(path), 0, -1):
         node, is_end = path[number - 1], number == len(path)
-        if _is_shared(node) or (is_last and len(node.children) > (not is_end)):
+        if node.holder is None or (is_last and len(node.children) > (not is_end)):
             return number
     return 0
 

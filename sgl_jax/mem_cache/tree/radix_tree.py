@@ -343,7 +343,8 @@ class RadixTree:
         """Return whether `lower` and its parent `upper` should be one node.
 
         A leaf is as old as the latest use through it. So if the upper edge was used no later than
-        the lower edge, it is evicted as if both had been used together.
+        the lower edge, it is evicted as if both had been used together. An edge that paths of
+        several holders shared stays apart, so that the hints of one count below it.
         """
         return (
             upper is not self.root
@@ -352,6 +353,7 @@ class RadixTree:
             and upper.last_access <= lower.last_access
             and upper.num_uses == lower.num_uses
             and not (upper.is_withdrawn or lower.is_withdrawn)
+            and upper.is_shared == lower.is_shared
             and all(component.may_merge(upper, lower) for component in self.components)
         )
 

@@ -11,7 +11,7 @@ from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.mem_cache.eviction.adaptive_policy import AdaptivePolicy
 from sgl_jax.mem_cache.eviction.path_records import FIRST_CLASS, REPLACED, PathEnd
 from sgl_jax.mem_cache.eviction.retained_paths import MAX_KEEP_S
-from sgl_jax.mem_cache.eviction.shadow_pages import RETURN
+from sgl_jax.mem_cache.eviction.shadow_pages import NUM_CLASSES, RETURN
 from sgl_jax.mem_cache.ledger import audit, check_balance
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import release_kv_cache
@@ -100,6 +100,29 @@ def test_of_paths_that_are_all_retained_as_long_the_same_ones_go_as_of_others() 
         assert cache.policy.retained_pages["retained_pages_exchanged"] == 0
     assert order[0] == order[1]
     assert cache.policy.retained_pages["retained_pages_evicted"] > 0
+
+
+def test_a_retention_that_has_ended_counts_no_more_although_its_path_was_not_used_again() -> None:
+    for after_s, goes_first in ((400.0, 0), (100.0, 7)):
+        cache = Cache()
+        fill(cache, range(7), tenant="a", keep_s=300.0)
+        cache.serve(prompt(7), after_s, tenant="a", keep_s=300.0, pause_s=86_400.0)
+        cache.audit()
+        assert cache.memory.cache.evict(1)
+        gone = [number for number in range(8) if cache.num_cached(prompt(number)) < PROMPT_PAGES]
+        assert gone == [goes_first]
+        cache.audit()
+
+
+def test_a_retention_that_was_renewed_ends_at_its_new_time() -> None:
+    cache = Cache()
+    for after_s in (0.0, 200.0):
+        cache.serve(prompt(0), after_s, tenant="a", keep_s=300.0)
+    cache.serve(prompt(1), tenant="a", keep_s=300.0)
+    cache.serve(prompt(2), after_s=150.0, tenant="a", keep_s=300.0, pause_s=86_400.0)
+    assert cache.memory.cache.evict(1)
+    assert [cache.num_cached(prompt(number)) for number in range(3)] == [4, 4, 3]
+    cache.audit()
 
 
 def test_longer_retention_outlasts_shorter_and_an_hour_is_the_most() -> None:
@@ -242,6 +265,38 @@ def test_hints_do_not_count_for_pages_that_others_use() -> None:
         assert inner.retention.holder is None
         cache.serve(prompt(1), tenant="a", is_last=True)
         assert inner.return_class == FIRST_CLASS
+
+
+def test_hints_count_below_pages_that_others_used() -> None:
+    """Once no other path goes on from the shared pages, they are still no part of the leaf."""
+    cache = Cache()
+    shared, own = prompt(1, 2), prompt(2, 6)
+    other, longer = (np.concatenate([shared, end]) for end in (prompt(3), own))
+    cache.serve(other, tenant="b")
+    for _ in range(NUM_CLASSES):  # until both parts count as used equally often
+        cache.serve(longer, tenant="a", keep_s=3600.0)
+    while cache.num_cached(other) > 2:
+        assert cache.memory.cache.evict(1)
+    assert cache.num_cached(longer) == 8
+    inner = cache.leaf(own).parent  # each turn computes the last page again
+    assert inner is not None
+    assert inner.holder == "a"
+    assert inner.parent is not None
+    assert inner.parent.is_shared
+    cache.audit()
+    cache.serve(np.concatenate([longer, prompt(5)]), tenant="b")
+    assert inner.is_shared
+    assert inner.parent is cache.tree.root, "now all pages are"
+    cache.audit()
+
+
+def test_ends_of_retentions_that_are_renewed_take_no_more_memory() -> None:
+    cache = Cache()
+    for _ in range(500):
+        for number in range(3):
+            cache.serve(prompt(number), tenant="a", keep_s=3600.0)
+    assert len(cache.policy._retained._ends) < 100
+    cache.audit()
 
 
 def test_a_replaced_path_that_another_tenant_has_too_keeps_its_place() -> None:
