@@ -158,10 +158,7 @@ COPIED_EXPERTS_OVER_RANKS = Setup(dp=2, ep=2, copies=3)
                     for family in ("phi3", "olmo3", "minimax_m2", "llama4", "gemma4", "gemma4_moe")
                     for setup in (MORE_CHIPS_THAN_KV_HEADS, SPLIT_WEIGHTS, SEQUENCE_PARALLEL)
                 ],
-                *[
-                    (family, SIMULATED_TPU)
-                    for family in ("smollm3", "olmo3", "llama4", "deepseek_v32", "glm_moe_dsa")
-                ],
+                *[(family, SIMULATED_TPU) for family in ("smollm3", "olmo3", "llama4")],
                 *[
                     ("deepseek_v32", setup)
                     for setup in (TWO_CHIPS, SPLIT_WEIGHTS, SEQUENCE_PARALLEL, UNROLLED)

@@ -143,6 +143,13 @@ def test_an_indexer_is_refused_where_results_must_not_depend_on_the_batch():
         EngineConfig.resolve(args, ModelConfig.from_dict(V32), "cpu")
 
 
+def test_an_8_bit_cache_is_refused_with_an_indexer():
+    with pytest.raises(ValueError, match="fp8_e4m3 is not supported for models with an indexer"):
+        EngineConfig.resolve(
+            ServerArgs(kv_cache_dtype="fp8_e4m3"), ModelConfig.from_dict(V32), "cpu"
+        )
+
+
 def test_tensors_of_layers_after_the_last_are_spare():
     """They predict further tokens."""
     model = build_model(read(), BuildOptions(dtype="float32"))

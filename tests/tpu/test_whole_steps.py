@@ -432,8 +432,6 @@ WITH_LATENTS = (
     ("deepseek-v3", "tpu7x-32", 32, 1, 2, "decode"),
     ("deepseek-v3", "v6e-64", 8, 8, 0, "decode"),
     ("deepseek-v3.2", "v6e-64", 8, 8, 0, "decode"),
-    ("deepseek-v3.2", "tpu7x-32", 32, 1, 0, "mixed"),
-    ("glm-5", "tpu7x-32", 32, 1, 2, "decode"),
 )
 # Each step makes these of a layer of DeepSeek-V3 anew: up-projections for the kernel of a chunk,
 # 0.1 % of its time, and the scales of eight experts' blocks in whole rows, 1 % of a decode step.
