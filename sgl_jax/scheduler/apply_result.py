@@ -22,7 +22,6 @@ from sgl_jax.core.step_plan import (
 from sgl_jax.mem_cache.row_growth import commit_rows
 from sgl_jax.scheduler.draft_policy import rate_drafts
 from sgl_jax.scheduler.in_flight_rows import (
-    FAILED,
     GOES_ON,
     STOPPED,
     InFlightRows,
@@ -232,10 +231,10 @@ def _collect_experts(
     rank: RankScheduler, plan: RankPlan, result: RankResult, launched: Records, epoch: Int32Array
 ) -> None:
     """Keep the experts of the tokens of this step that stay, for the requests' next outputs.
-    `launched` LAUNCHED[n] are the rank's rows, after `append`."""
+    `launched` LAUNCHED[n] are the rank's rows, after `append`. A row that failed has no output."""
     assert result.experts is not None, "the plan asked for experts"
     columns, ends = rank.columns, np.cumsum(launched["q_len"])
-    is_kept = (launched["end"] != FAILED) & (epoch[launched["row"]] == launched["epoch"])
+    is_kept = epoch[launched["row"]] == launched["epoch"]
     for i in (is_kept & columns.returns_experts[launched["own_row"]]).nonzero()[0].tolist():
         step = launched[i]
         request, first = rank.running.request(int(step["own_row"])), int(step["kv_start"])

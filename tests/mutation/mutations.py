@@ -4230,16 +4230,10 @@ MUTATIONS = (
         "queries[:count]",
     ),
     Mutation(
-        "experts: report those of a failed row",
-        _COMMIT,
-        '    is_kept = (launched["end"] != FAILED) & (',
-        "    is_kept = (",
-    ),
-    Mutation(
         "experts: report those of a row that has left",
         _COMMIT,
-        ' & (epoch[launched["row"]] == launched["epoch"])\n',
-        "\n",
+        '    is_kept = epoch[launched["row"]] == launched["epoch"]\n',
+        '    is_kept = launched["row"] >= 0\n',
     ),
     Mutation(
         "experts: keep those by the weights before",
