@@ -21,7 +21,6 @@ Buffers, with R tokens at a time, S the query heads of a token padded to whole r
     by_token  float32 [D / 128, R * S, 128]
 """
 
-import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -69,9 +68,15 @@ class _Shape(NamedTuple):
 
 
 def block_tokens(num_tokens: int, token_bytes: int) -> int:
-    """Return the tokens of one grid step, for a product of `token_bytes` bytes a token."""
-    most = max(TOKENS_AT_ONCE, BLOCK_BYTES // token_bytes // TOKENS_AT_ONCE * TOKENS_AT_ONCE)
-    return min(num_tokens, most, MAX_BLOCK)
+    """Return the tokens of one grid step, for a product of `token_bytes` bytes a token: all of
+    them, or a multiple of `TOKENS_AT_ONCE`. The last block may be larger than what is left."""
+    if num_tokens <= TOKENS_AT_ONCE:
+        return num_tokens
+    needed, affordable = (
+        own // TOKENS_AT_ONCE * TOKENS_AT_ONCE
+        for own in (num_tokens + TOKENS_AT_ONCE - 1, BLOCK_BYTES // token_bytes)
+    )
+    return min(needed, max(TOKENS_AT_ONCE, affordable), MAX_BLOCK)
 
 
 def rotated_heads(
@@ -104,7 +109,7 @@ def rotated_heads(
     kv_heads = width // ((group + num_kv_parts) * head_dim)
     shape = _Shape(kv_heads, group, head_dim, num_kv_parts)
     block = block_tokens(num_tokens, width * qkv.dtype.itemsize)
-    at_once = math.gcd(block, TOKENS_AT_ONCE)
+    at_once = min(block, TOKENS_AT_ONCE)
     stride = -(-shape.q_heads // SUBLANES) * SUBLANES
 
     def by_token(*dims: int) -> pl.BlockSpec:
@@ -149,7 +154,7 @@ def _kernel(
     norms: tuple[HeadNorm | None, ...],
 ) -> None:
     (qkv, cos, sin), (q, *kv) = inputs, results
-    at_once = math.gcd(qkv.shape[0], TOKENS_AT_ONCE)
+    at_once = min(qkv.shape[0], TOKENS_AT_ONCE)
     q_norm, k_norm, v_norm = (
         None if norm is None else norm._replace(weight=_factor(weight, norm.from_one))
         for weight, norm in zip(weights, norms, strict=True)

@@ -115,11 +115,12 @@ def test_heads_are_those_of_float64(name, mode):
     check(CASES[name], MODES[mode])
 
 
+@pytest.mark.parametrize("num_tokens", [40, 11])
 @pytest.mark.parametrize("mode", MODES)
-def test_several_blocks_of_which_the_last_is_not_full(mode, monkeypatch):
+def test_blocks_of_which_the_last_is_not_full(mode, num_tokens, monkeypatch):
     monkeypatch.setattr(module, "MAX_BLOCK", 16)
     monkeypatch.setattr(module, "TOKENS_AT_ONCE", 8)
-    check(Case(40, 1, 3), MODES[mode])
+    check(Case(num_tokens, 1, 3), MODES[mode])
 
 
 def test_values_are_not_touched():
@@ -132,6 +133,8 @@ def test_values_are_not_touched():
 def test_a_block_is_of_whole_turns_and_no_larger_than_it_may_be():
     assert module.block_tokens(5, 2560) == 5
     assert module.block_tokens(128, 2560) == 128
+    assert module.block_tokens(100, 2560) == 128
+    assert module.block_tokens(161, 12288) == module.TOKENS_AT_ONCE * 2
     assert module.block_tokens(2048, 2560) == module.MAX_BLOCK
     wide = module.block_tokens(2048, 12288)
     assert wide * 12288 <= module.BLOCK_BYTES
