@@ -29,13 +29,13 @@ def compile_calls(recipe: Recipe, calls: dict[str, KernelCall], tpu_mesh) -> lis
     for key, call in calls.items():
         if (generation, key) in _compiled:
             continue
-        _compiled.add((generation, key))
         shapes = ", ".join(f"{own.dtype.name}{list(own.shape)}" for own in call.arrays)
         try:
             seconds = call.compile_for(tpu_mesh(generation))
         except Exception as error:  # of the compiler, of any type
             failures.append(f"{call.name}({shapes}): {str(error)[:300]}")
             continue
+        _compiled.add((generation, key))
         if seconds > MAX_KERNEL_S:
             failures.append(f"{call.name}({shapes}): {seconds:.0f} s")
     return failures
