@@ -71,6 +71,7 @@ class ModelExecutor(Executor):
     """
 
     sizes: EngineSizes
+    _stages: CompileStages
 
     def __init__(self, args: ServerArgs, progress: Progress | None = None) -> None:
         """Choose devices, load weights, allocate the pools. Compiles no step; see `warm_up`."""
@@ -94,8 +95,23 @@ class ModelExecutor(Executor):
         # Compilation needs shapes only, so that it runs while weights are loaded.
         self._size_pools(placed, bytes_per_device(placed.params))
         self._stages.begin()
+        self.cpu_blocks: CpuBlocks | None = None
         try:
-            self._load(placed)
+            self.weights.load_first()
+            self._size_pools(placed)
+            for text in config.warnings(self.sizes):
+                logger.warning(text)
+            self._state, self._row_params = make_zeros(self._state_shapes)
+            if self.sizes.host_blocks:
+                require_host_bytes(config.host_bytes(self.sizes, args.num_hosts))
+                self.cpu_blocks = CpuBlocks(
+                    self._state_shapes[0], config.chip_views, self.sizes, self._mesh
+                )
+                self._layout = config.kv_layout
+                if args.hicache_storage_backend != "none":
+                    self.cpu_blocks.open_store(
+                        open_block_store(args), self._kv_fingerprint(), args.store_timeout_s
+                    )
         except BaseException:
             self._stages.close()  # or the process would end only with the last compilation
             raise
@@ -125,26 +141,6 @@ class ModelExecutor(Executor):
             "settings": decided,
             **self.sizes._asdict(),
         }
-
-    def _load(self, placed: PlacedModel) -> None:
-        """Load the weights, and allocate the pools and host memory."""
-        args, config = self._args, self._config
-        self.weights.load_first()
-        self._size_pools(placed)
-        for text in config.warnings(self.sizes):
-            logger.warning(text)
-        self._state, self._row_params = make_zeros(self._state_shapes)
-        self.cpu_blocks: CpuBlocks | None = None
-        if self.sizes.host_blocks:
-            require_host_bytes(config.host_bytes(self.sizes, args.num_hosts))
-            self.cpu_blocks = CpuBlocks(
-                self._state_shapes[0], config.chip_views, self.sizes, self._mesh
-            )
-            self._layout = config.kv_layout
-            if args.hicache_storage_backend != "none":
-                self.cpu_blocks.open_store(
-                    open_block_store(args), self._kv_fingerprint(), args.store_timeout_s
-                )
 
     def _size_pools(self, placed: PlacedModel, unloaded_bytes: int = 0) -> None:
         """Choose the sizes of pools and their programs, before the weights are loaded, which take
