@@ -388,7 +388,7 @@ def compiled_until_closed(monkeypatch):
 
     def step(own, bucket):
         started.append(bucket)
-        assert is_closed.wait(10)
+        assert is_closed.wait(60)
 
     def close(own, close=Programs.close):
         close(own)
