@@ -3,6 +3,7 @@
 Every message is a msgspec struct, tagged with its class name and sent as msgpack.
 """
 
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any, Literal
 
@@ -93,6 +94,19 @@ class OutputBatch(msgspec.Struct, frozen=True, tag=True):
     def rids(self) -> list[str]:
         """Return the requests that got one token and nothing else, in a new list."""
         return list(chain.from_iterable(self.rid_lists))
+
+    def parts(self, most_bytes: int) -> Iterator["OutputBatch"]:
+        """Return the batch in parts with experts of at most `most_bytes`, or of one request: many
+        long prompts may end in one step."""
+        rest, part, num_bytes = self, list[RequestOutput](), 0
+        for output in self.outputs:
+            own = len(output.experts or b"")
+            if own and num_bytes + own > most_bytes and part:
+                yield msgspec.structs.replace(rest, outputs=part)
+                rest, part, num_bytes = OutputBatch(), [], 0
+            part.append(output)
+            num_bytes += own
+        yield self if rest is self else OutputBatch(part)
 
     def token_ids(self) -> list[int]:
         """Return the new token of each request in `rids`."""

@@ -8,7 +8,7 @@ masked steps and of several decode steps.
 
 import logging
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 
 from sgl_jax.core.progress import Progress
@@ -51,6 +51,12 @@ class CompileStages:
             thread = ThreadPoolExecutor(1, "compile-first")
             self._first = thread.submit(self._compile_first)
             thread.shutdown(wait=False)
+
+    def give_up(self) -> None:
+        """Start no further compilation, and wait for those of the first stage."""
+        self.close()
+        if self._first is not None:
+            wait((self._first,))
 
     def compile_first(self) -> tuple[Bucket, ...]:
         """Compile the programs of the first stage, and return their shapes."""
@@ -122,6 +128,7 @@ class CompileStages:
 
     def close(self) -> None:
         """Start no further compilation."""
+        self._programs.close()
         if self._background is not None:
             self._background.close()
 

@@ -71,6 +71,7 @@ class ModelExecutor(Executor):
     """
 
     sizes: EngineSizes
+    _stages: CompileStages
 
     def __init__(self, args: ServerArgs, progress: Progress | None = None) -> None:
         """Choose devices, load weights, allocate the pools. Compiles no step; see `warm_up`."""
@@ -94,22 +95,26 @@ class ModelExecutor(Executor):
         # Compilation needs shapes only, so that it runs while weights are loaded.
         self._size_pools(placed, bytes_per_device(placed.params))
         self._stages.begin()
-        self.weights.load_first()
-        self._size_pools(placed)
-        for text in config.warnings(self.sizes):
-            logger.warning(text)
-        self._state, self._row_params = make_zeros(self._state_shapes)
         self.cpu_blocks: CpuBlocks | None = None
-        if self.sizes.host_blocks:
-            require_host_bytes(config.host_bytes(self.sizes, args.num_hosts))
-            self.cpu_blocks = CpuBlocks(
-                self._state_shapes[0], config.chip_views, self.sizes, self._mesh
-            )
-            self._layout = config.kv_layout
-            if args.hicache_storage_backend != "none":
-                self.cpu_blocks.open_store(
-                    open_block_store(args), self._kv_fingerprint(), args.store_timeout_s
+        try:
+            self.weights.load_first()
+            self._size_pools(placed)
+            for text in config.warnings(self.sizes):
+                logger.warning(text)
+            self._state, self._row_params = make_zeros(self._state_shapes)
+            if self.sizes.host_blocks:
+                require_host_bytes(config.host_bytes(self.sizes, args.num_hosts))
+                self.cpu_blocks = CpuBlocks(
+                    self._state_shapes[0], config.chip_views, self.sizes, self._mesh
                 )
+                self._layout = config.kv_layout
+                if args.hicache_storage_backend != "none":
+                    self.cpu_blocks.open_store(
+                        open_block_store(args), self._kv_fingerprint(), args.store_timeout_s
+                    )
+        except BaseException:
+            self._stages.close()  # or the process would end only with the last compilation
+            raise
         self.prefill_rate = self.fetch_rate = self.store_rate = 0.0
         self.profiler = Profiler()
         self.expert_recorder = ExpertRecorder(self._expert_counts)
@@ -145,8 +150,10 @@ class ModelExecutor(Executor):
             *(config.args, config.pools, self._mesh, config.pages_per_row, config.logit_bytes),
             unloaded_bytes,
         )
-        if not unloaded_bytes and pool_pages[0] >= _LEAST_KEPT * self.sizes.pool_pages[0]:
-            return
+        if not unloaded_bytes:
+            if pool_pages[0] >= _LEAST_KEPT * self.sizes.pool_pages[0]:
+                return
+            self._stages.give_up()
         self.sizes = config.sizes(pool_pages)
         self._state_shapes = config.state_shapes(pool_pages, self._mesh)
         self._programs = Programs(

@@ -7,7 +7,7 @@ called directly, so a call never compiles.
 import copy
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from typing import Any
 
@@ -85,6 +85,7 @@ class Programs:
         self._traced_halves: dict[Bucket, tuple[jax.stages.Lowered, jax.stages.Lowered]] = {}
         self._halves: dict[Bucket, tuple[StepProgram, StepProgram]] = {}
         self._admit: AdmitProgram | None = None
+        self._is_closed = False
 
     def of_graph(self, graphdef: Any) -> "Programs":
         """Return the programs of another graph with the same parameters; none is compiled yet."""
@@ -188,11 +189,20 @@ class Programs:
         with ThreadPoolExecutor(min(_MAX_COMPILE_THREADS, os.cpu_count() or 1)) as pool:
             steps: list[Callable[[], object]]
             steps = [partial(self.step, bucket) for bucket in reversed(buckets)]
-            jobs: list[Future[Any]] = [pool.submit(make) for make in (*steps, *more, self.admit)]
+            all_jobs = (*steps, *more, self.admit)
+            jobs = [pool.submit(self._unless_closed, make) for make in all_jobs]
             with progress.phase("compiling", len(jobs), "programs") as phase:
                 for job in as_completed(jobs):
                     job.result()
                     phase.advance()
+
+    def close(self) -> None:
+        """Start no further compilation in `compile_all`."""
+        self._is_closed = True
+
+    def _unless_closed(self, make: Callable[[], object]) -> None:
+        if not self._is_closed:
+            make()
 
     def lower_step(self, bucket: Bucket) -> jax.stages.Lowered:
         """Lower the program of one bucket for the mesh's chips, without compiling it."""

@@ -23,6 +23,7 @@ _OWN_SETTINGS = frozenset(
     "memory_dump_dir kv_events_config kv_cache_scales enable_trace otlp_traces_endpoint "
     "compilation_cache_dir".split()
 )
+_CONFIGS = ("config.json", "hf_quant_config.json")
 _EDGE_BYTES = 1 << 16
 _WEIGHTS = ("*.safetensors", "*.gguf", "orbax_params*/**/*")
 
@@ -42,7 +43,8 @@ def describe_host(args: ServerArgs) -> dict[str, str]:
     folders = {"": args.model_path, " of the draft model": args.speculative_draft_model_path}
     for suffix, folder in folders.items():
         if folder:
-            facts[f"config.json{suffix}"] = _digest(Path(folder) / "config.json")
+            for name in _CONFIGS:
+                facts[f"{name}{suffix}"] = _digest(Path(folder) / name)
             if args.load_format != "dummy":
                 facts[f"weights{suffix}"] = _weights_digest(Path(folder))
     return facts

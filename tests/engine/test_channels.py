@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 
 import msgspec
 import pytest
@@ -86,6 +87,32 @@ def test_outputs_arrive_even_if_sent_before_listening(
     client: EngineClient, channel: SocketChannel
 ) -> None:
     assert asyncio.run(gather_messages(client, channel)) == [OUTPUT] * 101
+
+
+def test_the_experts_of_many_prompts_arrive_in_several_messages(
+    client: EngineClient, channel: SocketChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompts of all ranks may end in one step, with a gigabyte of experts."""
+    monkeypatch.setattr(channels, "_MAX_EXPERTS_BYTES", 100)
+    monkeypatch.setattr(channels, "MAX_MESSAGE_BYTES", 300)
+    sizes = [60, 60, 40, 0, 200, 10]
+    outputs = [RequestOutput(f"{i}", [i], 0, 0, experts=bytes(n)) for i, n in enumerate(sizes)]
+    batch = msgspec.structs.replace(OUTPUT, outputs=outputs, starts={"0": 1.0})
+
+    async def received() -> list[EngineMessage]:
+        found: list[EngineMessage] = []
+        client.listen(found.append, lambda error: None)
+        channel.send(batch)
+        channel.send(OUTPUT)
+        deadline = time.monotonic() + 10
+        while OUTPUT not in found and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        return found
+
+    bounds = [0, 1, 4, 5, 6]
+    parts = [OutputBatch(outputs[first:end]) for first, end in pairwise(bounds)]
+    parts[0] = msgspec.structs.replace(batch, outputs=outputs[:1])
+    assert asyncio.run(received()) == [*parts, OUTPUT]
 
 
 @pytest.mark.timeout(20)  # on failure it would wait for ever, in C

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from sgl_jax.checkpoint.loading import load_params
 from sgl_jax.core.sampling_params import SamplingParams
-from sgl_jax.executor import model_executor
+from sgl_jax.executor import model_executor, programs
 from sgl_jax.executor.model_executor import ModelExecutor
 from sgl_jax.executor.programs import Programs
 from sgl_jax.executor.weights import ServedWeights
@@ -25,6 +25,7 @@ from sgl_jax.models.placement import place_model
 from tests.executor.step_driver import Driver, Row
 from tests.support.long import long
 from tests.support.shared_programs import forget_programs
+from tests.support.waiting import until
 
 CONTEXT = 64
 RNG = np.random.default_rng(0)
@@ -378,6 +379,53 @@ def test_pools_shrink_if_weights_take_clearly_more_than_planned(
     assert executor.sizes.pool_pages == (kept,)
     (output,) = Driver(executor, rows(prompts=PROMPTS[:1])).run(STEPS, 8)
     assert output == greedy(PROMPTS[0], len(output))
+
+
+@pytest.fixture
+def compiled_until_closed(monkeypatch):
+    """The steps whose compilation has started; the first ends when its `Programs` are closed."""
+    started, is_closed, load_first = [], threading.Event(), ServedWeights.load_first
+
+    def step(own, bucket):
+        started.append(bucket)
+        assert is_closed.wait(60)
+
+    def close(own, close=Programs.close):
+        close(own)
+        is_closed.set()
+
+    def loads(weights):
+        until(lambda: started, "a compilation starts")
+        load_first(weights)
+
+    monkeypatch.setattr(programs, "_MAX_COMPILE_THREADS", 1)
+    monkeypatch.setattr(Programs, "step", step)
+    monkeypatch.setattr(Programs, "close", close)
+    monkeypatch.setattr(ServedWeights, "load_first", loads)
+    return started
+
+
+def test_weights_that_cannot_be_loaded_end_the_compilation(
+    make_args, monkeypatch, compiled_until_closed
+):
+    """Or a process with a bad checkpoint would end only once all programs are compiled."""
+    monkeypatch.setattr(model_executor, "make_zeros", lambda shapes: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        ModelExecutor(make_args(warmup="all"))
+    for thread in threading.enumerate():
+        if thread.name.startswith("compile-first"):
+            thread.join(60)
+    assert len(compiled_until_closed) == 1
+
+
+def test_pools_that_shrink_end_the_compilation_for_larger_ones(
+    make_args, monkeypatch, compiled_until_closed
+):
+    pages = iter([(101,), (60,)])
+    monkeypatch.setattr(model_executor, "choose_pool_pages", lambda *given: next(pages))
+    ModelExecutor(make_args(warmup="all"))
+    assert not any(each.name.startswith("compile-first") for each in threading.enumerate())
+    assert len(compiled_until_closed) == 1
 
 
 def test_blocks_beyond_the_hosts_memory_are_refused_at_the_start(make_args):

@@ -22,3 +22,10 @@ def test_heads_are_compared_by_their_files_not_by_their_places(tmp_path):
     assert differences(own, facts("there", b"weights")) == []
     (found,) = differences(own, facts("elsewhere", b"others"))
     assert found.startswith("weights of the draft model is")
+
+
+def test_the_quantization_is_compared_wherever_it_is_written(tmp_path):
+    own = describe_host(ServerArgs(model_path=str(tmp_path)))
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    (found,) = differences(own, describe_host(ServerArgs(model_path=str(tmp_path))))
+    assert found.startswith("hf_quant_config.json is")
