@@ -138,10 +138,13 @@ def release_kv_cache(
         _offer_to_host(memory, lease, tokens)
         if end is not None and lease.node is not None:
             tree = memory.cache.tree
-            tree.policy.ended(tree.path_to(lease.node), end.prompt_len // memory.page_size, end)
-            for node in tree.path_to(lease.node)[::-1]:  # holders may be equal now
-                if is_on_tree(node):
-                    tree.merge_up(node)
+            path = tree.path_to(lease.node)
+            were_shared = [node.is_shared for node in path]
+            tree.policy.ended(path, end.prompt_len // memory.page_size, end)
+            if [node.is_shared for node in path] != were_shared:  # some may be alike now
+                for node in path[::-1]:
+                    if is_on_tree(node):
+                        tree.merge_up(node)
         if lease.session_id is not None and _keep_for_session(memory, lease, added, len(tokens)):
             return
     _free(memory, lease.pages(memory.page_size, lease.cache_protected_len), lease.row)

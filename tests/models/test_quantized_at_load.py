@@ -29,6 +29,7 @@ FLOATS = (
     ("attention", "conv", "weight"),
     ("attention", "key_up"),  # latents' projections, which no quantized product uses
     ("attention", "value_up"),
+    ("indexer", "weights", "weight"),  # one output a head
 )
 
 

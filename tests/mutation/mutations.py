@@ -368,8 +368,8 @@ MUTATIONS = (
     Mutation(
         "leave nodes apart that both become shared",
         "sgl_jax/mem_cache/release.py",
-        "                if is_on_tree(node):\n                    tree.merge_up(node)\n",
-        "                pass\n",
+        "                        tree.merge_up(node)\n",
+        "                        pass\n",
     ),
     Mutation(
         "keep a path for as long as the client wants",

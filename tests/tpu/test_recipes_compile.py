@@ -62,6 +62,39 @@ def test_every_kernel_of_a_recipe_compiles(recipe, tpu_mesh) -> None:
     assert compile_calls(recipe, calls, tpu_mesh) == []
 
 
+# Kernels of all kinds, with two layers of the published widths.
+_TWO_LAYERS = (("num_hidden_layers", 2),)
+ANY_KIND = {
+    "heads": Recipe("", "qwen3-8b", "v5e-1", 1, sizes=_TWO_LAYERS),
+    "int8": Recipe("", "qwen3-8b", "v5e-1", 1, quantization="int8", sizes=_TWO_LAYERS),
+    "w8a8": Recipe("", "qwen3-8b", "v5e-1", 1, quantization="w8a8_int8", sizes=_TWO_LAYERS),
+    "groups": Recipe("", "qwen3-8b", "v5e-1", 1, checkpoint="awq", sizes=_TWO_LAYERS),
+    "experts": Recipe("", "qwen3-30b-a3b", "v6e-1", 1, sizes=_TWO_LAYERS),
+    "sinks and MXFP4": Recipe("", "gpt-oss-20b", "v6e-1", 1, sizes=_TWO_LAYERS),
+    "latents": Recipe("", "deepseek-v2-lite", "v5p-2", 1, sizes=_TWO_LAYERS),
+    "states": Recipe("", "qwen3-next-80b-a3b", "tpu7x-8", 8, sizes=(("num_hidden_layers", 4),)),
+    "scattered experts": Recipe("", "qwen3-30b-a3b", "v6e-4", 2, dp=2, ep=4, sizes=_TWO_LAYERS),
+}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [
+        ("heads", 100),
+        ("int8", 37),
+        *(
+            pytest.param(kind, rows, marks=pytest.mark.long)
+            for kind in ANY_KIND
+            for rows in (3, 37, 100, 161)
+        ),
+    ],
+)
+def test_kernels_compile_for_any_number_of_rows(kind, rows, tpu_mesh) -> None:
+    recipe = ANY_KIND[kind]._replace(rows=rows * ANY_KIND[kind].dp, chunk=509)
+    assert compile_calls(recipe, calls_of_recipe(recipe), tpu_mesh) == []
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("step", ["decode", "mixed"])

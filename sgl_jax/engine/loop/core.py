@@ -189,7 +189,27 @@ class EngineCore:
                     else:
                         self._handle(message)
                 try:
-                    self._work(is_idle, now_s)
+                    if is_idle:
+                        self._audit()
+                        may_probe = not self._controls.updates.is_blocking
+                        if may_probe and self._failures.is_probe_due and self.scheduler.is_idle:
+                            self.steps.probe()
+                    elif self._has_slices and now_s >= self._background_audit.due_s:
+                        self._background_audit.run_if_due(now_s)
+                    if self._is_compiling:
+                        self._look_for_programs()
+                    if self._grammars.queue.ended or self._grammars.ended:
+                        self._grammars.hand_out()
+                    if self._transfers is not None:
+                        self._transfer(self._transfers.move)
+                    if self._controls.flushes.calls:
+                        self._controls.flushes.answer_all(channel.send, _REBUILT)
+                    if self._controls.updates.stagings:
+                        self._controls.updates.answer_ended(_REBUILT)
+                    if self._saver is not None:
+                        self._saver.save_if_due(now_s)
+                    if self.steps.run_next():
+                        self._is_audited = False
                 except MemoryDefectError as error:
                     self._answer_defect(error)
                 if self.scheduler.has_outputs:
@@ -209,30 +229,6 @@ class EngineCore:
         finally:
             if close:
                 self._close()
-
-    def _work(self, is_idle: bool, now_s: float) -> None:
-        """Do what is due besides messages, last the next step. Raises `MemoryDefectError`."""
-        if is_idle:
-            self._audit()
-            may_probe = not self._controls.updates.is_blocking
-            if may_probe and self._failures.is_probe_due and self.scheduler.is_idle:
-                self.steps.probe()
-        elif self._has_slices and now_s >= self._background_audit.due_s:
-            self._background_audit.run_if_due(now_s)
-        if self._is_compiling:
-            self._look_for_programs()
-        if self._grammars.queue.ended or self._grammars.ended:
-            self._grammars.hand_out()
-        if self._transfers is not None:
-            self._transfer(self._transfers.move)
-        if self._controls.flushes.calls:
-            self._controls.flushes.answer_all(self.channel.send, _REBUILT)
-        if self._controls.updates.stagings:
-            self._controls.updates.answer_ended(_REBUILT)
-        if self._saver is not None:
-            self._saver.save_if_due(now_s)
-        if self.steps.run_next():
-            self._is_audited = False
 
     def _close(self) -> None:
         try:
