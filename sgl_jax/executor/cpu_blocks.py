@@ -23,7 +23,13 @@ from jax.sharding import Mesh
 
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.step_plan import Int32Array, PageTransfer
-from sgl_jax.core.transfers import HASH_BYTES, StoreTransfer, TransferEnd, Transfers
+from sgl_jax.core.transfers import (
+    HASH_BYTES,
+    STORED_TOKENS,
+    StoreTransfer,
+    TransferEnd,
+    Transfers,
+)
 from sgl_jax.executor.block_pool import Arrays, BlockPool
 from sgl_jax.executor.block_stores.block_store import BlockStore
 from sgl_jax.executor.step import StepState
@@ -113,6 +119,7 @@ class CpuBlocks:
             own = np.zeros((len(blocks), pool.num_values * HASH_BYTES + 2), np.uint8)
             own[:, :-2:HASH_BYTES] = np.arange(pool.num_values)
             own[:, 1:-2:HASH_BYTES], own[:, -2] = blocks[:, None], number
+            own[:, -1] = min(self._sizes.page_size, STORED_TOKENS).bit_length() - 1
             keys.append(own)
         move = StoreTransfer(0, 0, tuple(keys), listed)
         self.store.begin([], [], [move])

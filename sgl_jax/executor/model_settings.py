@@ -49,12 +49,12 @@ def resolve_for_model(args: ServerArgs, model: ModelConfig) -> ServerArgs:
             if (value := getattr(args, name)) != none:
                 given = flag(name) if value is True else f"{flag(name)} {value}"
                 raise ValueError(f"{given} needs a model with experts")
+    if args.kv_cache_scales or stores_kv_scales(model):
+        check_kv_scales(model)
     has_indexer = model.latent is not None and model.latent.indexer is not None
     if has_indexer and args.kv_cache_dtype == "fp8_e4m3":
         # The TPU's compiler copies an 8-bit cache to gather single rows of it.
         raise ValueError("--kv-cache-dtype fp8_e4m3 is not supported for models with an indexer")
-    if args.kv_cache_scales or stores_kv_scales(model):
-        check_kv_scales(model)
     args = dataclasses.replace(
         args, context_length=context_len, num_decode_steps=_decode_steps(args, model)
     )

@@ -351,8 +351,11 @@ class Padded(Derived):
 
     def plain_places(self) -> Places:
         own = self.part.plain_places()
-        widths = (0, self.size - len(own[self.axis]))
-        return _with_axis(own, self.axis, np.pad(own[self.axis], widths, constant_values=-1))
+        places = np.full(self.size, -1, np.int32)
+        if self.on_every_mesh:  # one chip has the same padding
+            places[:] = np.arange(self.size)
+        places[: len(own[self.axis])] = own[self.axis]
+        return _with_axis(own, self.axis, places)
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,11 @@ def test_both_rates_are_measured(make_executor: Callable[..., ModelExecutor]) ->
 def test_the_rate_of_the_store_is_measured(
     make_executor: Callable[..., ModelExecutor], tmp_path: Path
 ) -> None:
-    executor = make_executor(
-        **HOST, hicache_storage_backend="file", hicache_storage_dir=str(tmp_path)
-    )
-    assert executor.cpu_blocks is not None
-    assert 0.0 < executor.cpu_blocks.measure_store() < 1e12
+    store = {"hicache_storage_backend": "file", "hicache_storage_dir": str(tmp_path)}
+    for page_size in (4, 8):  # neither engine reads the other's values
+        executor = make_executor(**HOST, **store, page_size=page_size)
+        assert executor.cpu_blocks is not None
+        assert 0.0 < executor.cpu_blocks.measure_store() < 1e12
     assert executor.ended_transfers() == []
     behind = executor.cpu_blocks.store
     assert behind is not None

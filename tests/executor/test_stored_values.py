@@ -246,6 +246,9 @@ SOURCES = {
     "K and V of copies": HeadVectors("k", 2, 4, tuple(range(6))),
     "rows that padding ends": Padded(Tensor("rows", (7, 5)), 8, 0),
     "columns that padding ends": Swapped(Padded(Tensor("rows", (7, 5)), 8, 0)),
+    "columns with padding on every mesh": Padded(
+        Padded(Tensor("rows", (7, 5)), 6, 1, on_every_mesh=True), 8, 0
+    ),
 }
 
 

@@ -150,6 +150,14 @@ def test_an_8_bit_cache_is_refused_with_an_indexer():
         )
 
 
+def test_scales_of_a_checkpoint_are_refused_with_an_indexer_for_what_they_are():
+    """Not for a flag that is not given."""
+    quantization = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
+    model = ModelConfig.from_dict(V32 | {"quantization_config": quantization})
+    with pytest.raises(ValueError, match="are of heads, and latents have none"):
+        EngineConfig.resolve(ServerArgs(), model, "cpu")
+
+
 def test_tensors_of_layers_after_the_last_are_spare():
     """They predict further tokens."""
     model = build_model(read(), BuildOptions(dtype="float32"))
