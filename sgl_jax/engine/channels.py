@@ -23,12 +23,11 @@ from typing import Any, Protocol
 
 import msgspec
 
-from sgl_jax.core.engine_messages import EngineMessage, OutputBatch
+from sgl_jax.core.engine_messages import EngineMessage
 from sgl_jax.core.errors import EngineDeadError
 from sgl_jax.core.messages import FrontMessage
 
 MAX_MESSAGE_BYTES = 2**31 - 1  # such as the experts of a prompt of a million tokens
-_MAX_EXPERTS_BYTES = 64 * 2**20  # in one message, of several requests
 _LENGTH_BYTES = 4
 _READ_BYTES = 1 << 20
 _SOCKET_BYTES = 4 << 20  # the kernel may allow less
@@ -212,13 +211,6 @@ class SocketChannel(_Messages):
         super().__init__(end, FrontMessage)
         self._readable = select.poll()
         self._readable.register(end, select.POLLIN)
-
-    def send(self, message: EngineMessage) -> None:
-        if not isinstance(message, OutputBatch):
-            super().send(message)
-            return
-        for part in message.parts(_MAX_EXPERTS_BYTES):
-            super().send(part)
 
     def poll(self, timeout_s: float) -> list[FrontMessage]:
         if timeout_s > 0:

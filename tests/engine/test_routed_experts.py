@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.engine.loop import core
 from sgl_jax.engine.offline import Engine
 from sgl_jax.engine.offline_results import Generation
 from tests.models.golden_server import GOLDEN
@@ -76,7 +77,8 @@ def check_engine(engine: Engine, family: Path = FAMILY) -> None:
     assert engine.generate([[3]], sampling)[0].routed_experts is None
 
 
-def test_they_are_those_of_a_float64_router() -> None:
+def test_they_are_those_of_a_float64_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "_MAX_EXPERTS_BYTES", 100)  # a message for each request
     with make_engine() as engine:
         check_engine(engine)
         with pytest.raises(InvalidRequestError, match=r"\[0, 2\], got 3"):
