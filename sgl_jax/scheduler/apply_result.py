@@ -66,11 +66,9 @@ def apply_result(
         running.latest,
         running.stop_ids[:, :num_stop_ids],
     )
-    for rank, rank_plan, result, (first, end) in zip(
-        ranks.ranks, plan.ranks, results, pairwise(bounds), strict=True
-    ):
-        if rank_plan.returns_experts:
-            _collect_experts(rank, rank_plan, result, rows[first:end], epoch)
+    for i in [i for i, result in enumerate(results) if result.experts is not None]:
+        own = rows[bounds[i] : bounds[i + 1]]
+        _collect_experts(ranks.ranks[i], plan.ranks[i], results[i], own, epoch)
     ranks.num_generated_tokens += num_tokens
     ranks.tenants.serve_outputs(running.tenant, rows["row"], rows["num_gained"], num_tokens)
     if tokens.shape[1] > 1:
