@@ -312,6 +312,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.check_ledger()
         scheduler.audit()
         driver.collect()
+        self.after_flush()
 
     def check_nothing_leased(self) -> None:
         """No page is leased, but by fetches from the host."""
