@@ -29,7 +29,7 @@ ROW = np.dtype(
         # First prompt position with a requested log-probability of its successor; NOT_SCORED if
         # there is none, or all have been planned.
         ("score_start", np.int32),
-        ("top_logprobs_num", np.int32),
+        ("top_logprobs_num", np.int16),  # a row has 32 bytes, half a cache line
         ("return_logprob", np.bool_),
         ("has_grammar", np.bool_),
         ("returns_hidden", np.bool_),

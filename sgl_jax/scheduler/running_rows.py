@@ -54,7 +54,7 @@ class RowColumns:
         self.min_len: Int32Array = self.records["min_len"]
         self.max_len: Int32Array = self.records["max_len"]
         self.score_start: Int32Array = self.records["score_start"]
-        self.top_logprobs_num: Int32Array = self.records["top_logprobs_num"]
+        self.top_logprobs_num: NDArray[np.int16] = self.records["top_logprobs_num"]
         self.return_logprob: BoolArray = self.records["return_logprob"]
         self.has_grammar: BoolArray = self.records["has_grammar"]
         self.returns_hidden: BoolArray = self.records["returns_hidden"]
