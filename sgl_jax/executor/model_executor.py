@@ -153,6 +153,7 @@ class ModelExecutor(Executor):
         if not unloaded_bytes:
             if pool_pages[0] >= _LEAST_KEPT * self.sizes.pool_pages[0]:
                 return
+            logger.warning("the weights took more memory than planned: %s pages", pool_pages)
             self._stages.give_up()
         self.sizes = config.sizes(pool_pages)
         self._state_shapes = config.state_shapes(pool_pages, self._mesh)

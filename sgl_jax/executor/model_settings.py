@@ -51,8 +51,7 @@ def resolve_for_model(args: ServerArgs, model: ModelConfig) -> ServerArgs:
                 raise ValueError(f"{given} needs a model with experts")
     if args.kv_cache_scales or stores_kv_scales(model):
         check_kv_scales(model)
-    has_indexer = model.latent is not None and model.latent.indexer is not None
-    if has_indexer and args.kv_cache_dtype == "fp8_e4m3":
+    if _has_indexer(model) and args.kv_cache_dtype == "fp8_e4m3":
         # The TPU's compiler copies an 8-bit cache to gather single rows of it.
         raise ValueError("--kv-cache-dtype fp8_e4m3 is not supported for models with an indexer")
     args = dataclasses.replace(
@@ -63,6 +62,10 @@ def resolve_for_model(args: ServerArgs, model: ModelConfig) -> ServerArgs:
     return args
 
 
+def _has_indexer(model: ModelConfig) -> bool:
+    return model.latent is not None and model.latent.indexer is not None
+
+
 def _check_invariant(args: ServerArgs, model: ModelConfig) -> None:
     """Raise ValueError for what `--enable-deterministic-inference` does not cover."""
     if model.recurrence is not None:
@@ -70,7 +73,7 @@ def _check_invariant(args: ServerArgs, model: ModelConfig) -> None:
             "--enable-deterministic-inference needs a model without recurrent layers: their states "
             "depend on how a prompt is cut"
         )
-    if model.latent is not None and model.latent.indexer is not None:
+    if _has_indexer(model):
         raise ValueError(
             "--enable-deterministic-inference needs a model without an indexer: of almost equal "
             "scores it may choose another token in another batch"

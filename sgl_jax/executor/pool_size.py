@@ -180,9 +180,9 @@ def choose_pool_pages(
         )
     pages = pools.pages(num_first)
     pools.require_a_row(pages)
-    level = logging.DEBUG if unloaded_bytes else logging.INFO
+    # Called again after loading, to check: only the first choice is used, unless it no longer fits.
     logger.log(
-        level,
+        logging.INFO if unloaded_bytes else logging.DEBUG,
         "KV pool: %s pages of %d tokens on each of %d ranks, %.2f GiB per rank, from %s",
         " and ".join(map(str, pages)),
         layout.page_size,

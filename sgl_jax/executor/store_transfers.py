@@ -306,10 +306,10 @@ class StoreTransfers:
         job.end(succeeded=succeeded, seconds=time.monotonic() - begin_s, found=found)
 
     def _search(self, job: _Job) -> list[BoolArray]:
-        found = []
-        for keys in job.keys:
-            has = iter(job.lane.call(self._store.exists, list(chain.from_iterable(keys))))
-            found.append(np.array([all(list(islice(has, len(own)))) for own in keys], np.bool_))
+        found = [
+            np.array([all(has) for has in _of_blocks(job, self._store.exists, keys)], np.bool_)
+            for keys in job.keys
+        ]
         if job.keys[0] and not found[0].any():
             others = [other for own in job.keys[0][:_BATCH] for other in _other_sizes(own[-1])]
             job.has_other_sizes = any(job.lane.call(self._store.exists, others))
@@ -320,8 +320,7 @@ class StoreTransfers:
         for pool, keys, blocks, part in job.batches():
             if job.end_s is not None and time.monotonic() > job.end_s:
                 break
-            values = iter(job.lane.call(self._store.get, list(chain.from_iterable(keys))))
-            of_blocks = [list(islice(values, len(own))) for own in keys]
+            of_blocks = _of_blocks(job, self._store.get, keys)
             with job.using_blocks():
                 found[pool][part] = [
                     None not in own and self._pools[pool].set_values(job.dp_rank, block, own)
@@ -331,19 +330,27 @@ class StoreTransfers:
 
     def _put(self, job: _Job) -> list[BoolArray]:
         for pool, keys, blocks, _ in job.batches():
-            has = iter(job.lane.call(self._store.exists, list(chain.from_iterable(keys))))
+            has = _of_blocks(job, self._store.exists, keys)
             lacking = [
-                (block, own, is_there)
-                for block, own in zip(blocks, keys, strict=True)
-                if not all(is_there := list(islice(has, len(own))))
+                (block, own, are_there)
+                for block, own, are_there in zip(blocks, keys, has, strict=True)
+                if not all(are_there)
             ]
             new: dict[str, bytes] = {}
             with job.using_blocks():
-                for block, own, is_there in lacking:
+                for block, own, are_there in lacking:
                     values = self._pools[pool].values(job.dp_rank, block)
-                    new.update(compress(zip(own, values, strict=True), map(not_, is_there)))
+                    new.update(compress(zip(own, values, strict=True), map(not_, are_there)))
             job.lane.call(self._store.put, list(new), list(new.values()))
         return []
+
+
+def _of_blocks(
+    job: _Job, call: Callable[[list[str]], Sequence[Any]], keys: Sequence[list[str]]
+) -> list[list[Any]]:
+    """Return the results of a store's `call` for each block's keys."""
+    results = iter(job.lane.call(call, list(chain.from_iterable(keys))))
+    return [list(islice(results, len(own))) for own in keys]
 
 
 def _value_keys(fingerprint: str, key: bytes, num_values: int) -> list[str]:

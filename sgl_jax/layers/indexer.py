@@ -28,7 +28,8 @@ class Indexer(nnx.Module):
         key_norm: LayerNorm,
         weights: Linear,
     ) -> None:
-        """Declare the layer. `queries` maps the queries' latent, the others the hidden state.
+        """Declare the layer. `queries` maps the queries' latent; `key` and `weights` map the hidden
+        state.
 
         The first `rope_dim` outputs of a query and of a key are rotated, in the order of `rotate`.
         """

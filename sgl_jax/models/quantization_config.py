@@ -250,8 +250,8 @@ def _mxfp4(given: Mapping[str, Any]) -> QuantizationConfig:
 
 
 def _modelopt(given: Mapping[str, Any]) -> QuantizationConfig:
-    """Read what NVIDIA's Model Optimizer writes to config.json, or to a file of its own, with other
-    names (`quantization`)."""
+    """Read the settings of NVIDIA's Model Optimizer. In `hf_quant_config.json` they are below
+    `quantization` and have other names than in config.json."""
     own = given.get("quantization", given)
     if not isinstance(own, dict):
         raise ModelConfigError(f"quantization of modelopt must be an object, got {own!r}")

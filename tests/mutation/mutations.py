@@ -3664,8 +3664,8 @@ MUTATIONS = (
     Mutation(
         "store: find a page with one of its values",
         "sgl_jax/executor/store_transfers.py",
-        "found.append(np.array([all(list",
-        "found.append(np.array([any(list",
+        "np.array([all(has) for has in",
+        "np.array([any(has) for has in",
     ),
     Mutation(
         "store: take the first values of a page for its state's",

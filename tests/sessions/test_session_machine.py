@@ -575,39 +575,7 @@ def test_a_long_run_of_conversations_among_random_events(tmp_path: Path) -> None
 
 def test_a_waiting_turn_may_be_computed_again_after_new_weights() -> None:
     machine = SessionMachine()
-    machine.start(
-        setup=Setup(
-            dp_size=1,
-            page_size=1,
-            pool_tokens=48,
-            num_rows=3,
-            chunk=1,
-            max_unread=0,
-            radix=False,
-            policy="fcfs",
-            balance="prefix_aware",
-            conservativeness=0.0,
-            num_draft_tokens=0,
-            shapes=None,
-            retract_interval=0,
-            no_prefill_bs=0,
-            is_replayed=False,
-            timeouts_s=(0.0, 0.0),
-            priorities=(False, False),
-            threshold=0,
-            max_skip_count=1,
-            eviction="adaptive",
-            session_memory_fraction=1.0,
-            max_sessions=6,
-            windows=None,
-            states=None,
-            aging_s=0.0,
-            num_decode_steps=1,
-            num_tenants=0,
-            is_fair=False,
-            host=None,
-        )
-    )
+    machine.start(setup=replace(PLAIN, pool_tokens=48))
     machine.amend(count=1, seed=1)
     machine.turns_whose_tokens_are_known(count=2, seed=1)
     machine.new_weights(keeps_running=False)

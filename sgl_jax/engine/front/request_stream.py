@@ -65,7 +65,7 @@ class RequestStream:
         self._versions: list[tuple[int, str]] = []
         self.has_old_kv = False  # KV of earlier weights was kept for it
         self.hidden: bytes | None = None  # see `RequestOutput`
-        self._experts: list[bytes] = []  # likewise, all so far
+        self._experts: list[bytes] = []  # of the outputs so far, see `RequestOutput`
         self._experts_shape = experts_shape
         self.dp_rank = 0
         self.finish: FinishReason | None = None
