@@ -1,6 +1,7 @@
 """DeepSeek V2, V3, R1, V3.2, Kimi K2, GLM-5: latent attention, dense layers first, then experts.
 
-V3.2 and GLM-5 attend to tokens that an indexer chooses.
+V3.2 and GLM-5 attend to tokens that an indexer chooses. The text model of Mistral 3's multimodal
+models is Mistral, Ministral 3 or, with latents, Mistral 4.
 """
 
 from functools import partial
@@ -16,7 +17,7 @@ from sgl_jax.layers.sources import Padded, Source, Tensor, row_size
 from sgl_jax.models.config import LayerSpec, ModelConfig
 from sgl_jax.models.decoder import Architecture, BuildOptions
 from sgl_jax.models.decoder_layer import DecoderLayer
-from sgl_jax.models.llama import gated_mlp, norm
+from sgl_jax.models.llama import gated_mlp, llama_layer, norm
 from sgl_jax.models.projections import as_floats, linear
 from sgl_jax.models.qwen3 import mixture_of_experts
 
@@ -32,6 +33,11 @@ def deepseek_layer(config: ModelConfig, spec: LayerSpec, options: BuildOptions) 
         norm("post_attention_layernorm", config.hidden_size, config, options),
         mlp or gated_mlp(config, spec, options),
     )
+
+
+def mistral3_layer(config: ModelConfig, spec: LayerSpec, options: BuildOptions) -> DecoderLayer:
+    """Declare one layer: latent attention if the layer has latents, else Llama's layer."""
+    return (deepseek_layer if spec.latent else llama_layer)(config, spec, options)
 
 
 def latent_attention(
@@ -124,3 +130,10 @@ def _up(sizes: LatentConfig, spec: LayerSpec, heads: int) -> tuple[Source, Sourc
 
 
 DEEPSEEK = Architecture(deepseek_layer, has_further_layers=True)
+# Vision tensors are not read.
+MISTRAL3 = Architecture(
+    mistral3_layer,
+    body="language_model.model.",
+    head="language_model.lm_head",
+    spare_prefixes=("vision_tower.", "multi_modal_projector."),
+)

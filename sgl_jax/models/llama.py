@@ -1,4 +1,7 @@
-"""Llama: the plain decoder layer, the base of the other families, and its tensors' names."""
+"""Llama: the plain decoder layer, the base of the other families, and its tensors' names.
+
+OLMo 3's layer has the same parts, with norms in other places.
+"""
 
 from typing import Literal
 
@@ -55,6 +58,21 @@ def llama_layer(
         ),
         norm("post_attention_layernorm", config.hidden_size, config, options),
         experts or gated_mlp(config, spec, options, fused=fused),
+    )
+
+
+def olmo3_layer(config: ModelConfig, spec: LayerSpec, options: BuildOptions) -> DecoderLayer:
+    """Declare one layer with norms after attention and after the feed-forward layer, not before.
+
+    Raises ValueError if `tp_size` chips cannot split heads or widths.
+    """
+    return DecoderLayer(
+        None,
+        attention(config, spec, options, qk_norm="all_heads"),
+        None,
+        gated_mlp(config, spec, options),
+        attended_norm=norm("post_attention_layernorm", config.hidden_size, config, options),
+        mlp_output_norm=norm("post_feedforward_layernorm", config.hidden_size, config, options),
     )
 
 

@@ -6,19 +6,19 @@ from types import MappingProxyType
 
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.decoder import Architecture, BuildOptions, CausalLM
-from sgl_jax.models.deepseek import DEEPSEEK, deepseek_layer
+from sgl_jax.models.deepseek import DEEPSEEK, MISTRAL3, deepseek_layer
 from sgl_jax.models.draft_layer import declare_draft_layer
 from sgl_jax.models.drafter import Drafter
 from sgl_jax.models.eagle3 import declare_eagle3_layer
-from sgl_jax.models.gemma3 import GEMMA3, GEMMA3_TEXT
-from sgl_jax.models.gemma4 import GEMMA4, GEMMA4_TEXT
-from sgl_jax.models.glm4_moe import GLM4_MOE
+from sgl_jax.models.expert_families import (
+    GLM4_MOE,
+    LLAMA4,
+    LLAMA4_TEXT,
+    minimax_m2_layer,
+)
+from sgl_jax.models.gemma import GEMMA3, GEMMA3_TEXT, GEMMA4, GEMMA4_TEXT
 from sgl_jax.models.gpt_oss import gpt_oss_layer
-from sgl_jax.models.llama import llama_layer
-from sgl_jax.models.llama4 import LLAMA4, LLAMA4_TEXT
-from sgl_jax.models.minimax_m2 import minimax_m2_layer
-from sgl_jax.models.mistral3 import MISTRAL3
-from sgl_jax.models.olmo3 import olmo3_layer
+from sgl_jax.models.llama import llama_layer, olmo3_layer
 from sgl_jax.models.qwen3 import QWEN3_VL, QWEN3_VL_MOE, qwen3_layer, qwen3_moe_layer
 from sgl_jax.models.qwen3_next import QWEN3_5, QWEN3_5_TEXT, QWEN3_NEXT
 

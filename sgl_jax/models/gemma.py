@@ -1,8 +1,9 @@
-"""Gemma 4's text model: heads, caches and feed-forward layers that differ between layers.
+"""The text models of Gemma 3 and Gemma 4: four norms a layer, most layers with a window.
 
-The config has the windows, the rotations, the sizes of heads, and the layers that read an earlier
-layer's cache (`gemma4_config`). The smaller models have embeddings by layer, one of the larger ones
-has experts next to its dense feed-forward layers.
+The config has the windows, the rotations, the scale of scores and the activation. In Gemma 4 it
+also has the sizes of heads, which differ between layers, and the layers that read an earlier
+layer's cache (`gemma4_config`). The smaller models of Gemma 4 have embeddings by layer, one of the
+larger ones has experts next to its dense feed-forward layers.
 """
 
 from functools import partial
@@ -24,6 +25,19 @@ from sgl_jax.models.qwen3 import ExpertNames, mixture_of_experts
 _EXPERTS = ExpertNames(block="", router="router.proj")
 # Of layers that read another layer's cache; some checkpoints have them.
 _UNUSED = tuple(f"self_attn.{name}." for name in ("k_proj", "v_proj", "k_norm", "v_norm"))
+
+
+def gemma3_layer(config: ModelConfig, spec: LayerSpec, options: BuildOptions) -> DecoderLayer:
+    """Declare one layer. Raise ValueError if `tp_size` chips cannot split heads or widths."""
+    own_norm = partial(norm, size=config.hidden_size, config=config, options=options, from_one=True)
+    return DecoderLayer(
+        own_norm("input_layernorm"),
+        attention(config, spec, options, qk_norm="each_head", norms_from_one=True),
+        own_norm("pre_feedforward_layernorm"),
+        gated_mlp(config, spec, options),
+        attended_norm=own_norm("post_attention_layernorm"),
+        mlp_output_norm=own_norm("post_feedforward_layernorm"),
+    )
 
 
 def gemma4_layer(config: ModelConfig, spec: LayerSpec, options: BuildOptions) -> DecoderLayer:
@@ -101,6 +115,13 @@ def per_layer_embedding(
     )
 
 
+GEMMA3_TEXT = Architecture(gemma3_layer, norms_from_one=True, scales_embedding=True)
+# The multimodal model: its vision tensors are not read.
+GEMMA3 = GEMMA3_TEXT._replace(
+    body="language_model.model.",
+    head="language_model.lm_head",
+    spare_prefixes=("vision_tower.", "multi_modal_projector."),
+)
 GEMMA4_TEXT = Architecture(
     gemma4_layer,
     scales_embedding=True,
