@@ -1,0 +1,77 @@
+"""The images of requests: what the server sends, and what it needs to know of the model.
+
+In the token list of a prompt, an image is a run of pseudo-ids above the vocabulary, computed from
+its pixels. So prefix trees, sessions and block stores, which compare tokens, tell images apart by
+their content.
+"""
+
+import hashlib
+
+import msgspec
+import numpy as np
+
+_LARGEST_ID = 2**31 - 1
+
+
+class ImageInput(msgspec.Struct, frozen=True, kw_only=True):
+    """An image of a prompt, resized for the model.
+
+    Args:
+        start: index of its first token in the prompt.
+        num_tokens: number of its tokens, see `ImageSettings.num_tokens`.
+        height, width: in pixels, multiples of `ImageSettings.side_multiple`.
+        pixels: uint8 [height, width, 3], red, green and blue, in rows.
+    """
+
+    start: int
+    num_tokens: int
+    height: int
+    width: int
+    pixels: bytes
+
+
+class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model's images must be like. The engine normalizes pixels and cuts the patches.
+
+    Args:
+        patch_size: side of a patch in pixels.
+        merge_size: a token has this number of patches in each direction.
+        min_pixels, max_pixels: bounds of height * width after resizing.
+        mean, std: of red, green and blue, of pixel values divided by 255.
+        image_token_id: the placeholder of an image in a rendered chat template.
+        vision_start_token_id, vision_end_token_id: tokens around an image.
+    """
+
+    patch_size: int
+    merge_size: int
+    min_pixels: int
+    max_pixels: int
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    image_token_id: int
+    vision_start_token_id: int
+    vision_end_token_id: int
+
+    @property
+    def side_multiple(self) -> int:
+        return self.patch_size * self.merge_size
+
+    def num_tokens(self, height: int, width: int) -> int:
+        """Return the number of tokens of an image with these sides in pixels."""
+        return (height // self.side_multiple) * (width // self.side_multiple)
+
+
+def image_token_ids(
+    height: int, width: int, pixels: bytes, num_tokens: int, vocab_size: int
+) -> list[int]:
+    """Return the pseudo-ids of an image, in [vocab_size, 2**31).
+
+    They spell a hash of its size and pixels: images that differ have different first tokens, except
+    for one pair in about 2**31, and differ in nearly all tokens.
+    """
+    digest = hashlib.sha256(f"{height}x{width} ".encode())
+    digest.update(pixels)
+    spelled = hashlib.shake_256(digest.digest()).digest(4 * num_tokens)
+    words = np.frombuffer(spelled, "<u4").astype(np.int64)
+    ids: list[int] = (vocab_size + words % (_LARGEST_ID + 1 - vocab_size)).tolist()
+    return ids
