@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.engine.offline import Engine
 from sgl_jax.engine.offline_results import Generation
 from tests.models.golden_server import GOLDEN, TOLERANCE
