@@ -12,6 +12,7 @@ import msgspec
 
 from sgl_jax.core.engine_messages import TokenLogprobs
 from sgl_jax.core.errors import ContextLengthError, InvalidRequestError
+from sgl_jax.core.image_input import ImageInput
 from sgl_jax.core.messages import GenerateRequest, SessionTurn
 from sgl_jax.core.request_limits import (
     MAX_PRIORITY,
@@ -132,6 +133,7 @@ class RequestChecks:
         usual_logprobs_mode: str = "raw",
         session: SessionTurn | None = None,
         priority: int | None = None,
+        images: Sequence[ImageInput] = (),
         **options: Any,
     ) -> GenerateRequest:
         """Build the message of a request after all checks that need neither engine state nor the
@@ -150,12 +152,13 @@ class RequestChecks:
             usual_logprobs_mode: the mode of the request's API, for `--logprobs-mode auto`.
             session: set if the request is a session's turn.
             priority: None is 0.
+            images: of the prompt, in order. `prompt_ids` has their pseudo-ids.
             options: other fields of `GenerateRequest`.
 
         Raises:
             InvalidRequestError: names the invalid field and its allowed values.
         """
-        self._check_prompt(prompt_ids)
+        self._check_prompt(prompt_ids, images)
         checked = self._checked_sampling(sampling, len(prompt_ids), default_max_new_tokens)
         is_prompt_only = checked.max_new_tokens == 0
         if is_prompt_only:
@@ -172,6 +175,7 @@ class RequestChecks:
             is_length_default=sampling.max_new_tokens is None or not self._is_strict,
             is_prompt_only=is_prompt_only,
             priority=priority or 0,
+            images=tuple(images),
             **options,
         )
         self._check_options(request)
@@ -247,11 +251,18 @@ class RequestChecks:
         check_between("session_params.offset", turn.offset, -most, most)
         return msgspec.structs.replace(turn, name=rid, bos_token_id=self._tokenizer.bos_token_id)
 
-    def _check_prompt(self, prompt_ids: list[int]) -> None:
+    def _check_prompt(self, prompt_ids: list[int], images: Sequence[ImageInput]) -> None:
         if not prompt_ids:
             raise InvalidRequestError("the prompt is empty", "input_ids")
         self.check_num_tokens(len(prompt_ids))
-        for token in (min(prompt_ids), max(prompt_ids)):
+        begin = 0
+        for image in images:
+            self._check_ids(prompt_ids[begin : image.start])
+            begin = image.start + image.num_tokens
+        self._check_ids(prompt_ids[begin:] if begin else prompt_ids)
+
+    def _check_ids(self, ids: list[int]) -> None:
+        for token in (min(ids), max(ids)) if ids else ():
             if not 0 <= token < self._facts.vocab_size:
                 raise InvalidRequestError(
                     f"the prompt holds token id {token}, outside the vocabulary "
