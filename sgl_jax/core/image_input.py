@@ -6,9 +6,13 @@ their content.
 """
 
 import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
+
+from sgl_jax.core.errors import InvalidRequestError
 
 _LARGEST_ID = 2**31 - 1
 
@@ -28,6 +32,15 @@ class ImageInput(msgspec.Struct, frozen=True, kw_only=True):
     height: int
     width: int
     pixels: bytes
+
+
+class FittedImage(NamedTuple):
+    """An image resized for the model, before it has a place in a prompt."""
+
+    height: int
+    width: int
+    pixels: bytes
+    token_ids: list[int]  # see `image_token_ids`
 
 
 class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,3 +88,36 @@ def image_token_ids(
     words = np.frombuffer(spelled, "<u4").astype(np.int64)
     ids: list[int] = (vocab_size + words % (_LARGEST_ID + 1 - vocab_size)).tolist()
     return ids
+
+
+def place_images(
+    prompt_ids: Sequence[int], images: Sequence[FittedImage], image_token_id: int
+) -> tuple[list[int], tuple[ImageInput, ...]]:
+    """Return a prompt with each placeholder replaced by the next image's tokens, and its images.
+
+    Raises `InvalidRequestError` unless there are as many placeholders as images.
+    """
+    num_places = sum(token == image_token_id for token in prompt_ids)
+    if num_places != len(images):
+        raise InvalidRequestError(
+            f"the prompt has {num_places} placeholders of images, and there are {len(images)} "
+            "images",
+            "images",
+        )
+    placed, inputs, following = list[int](), list[ImageInput](), iter(images)
+    for token in prompt_ids:
+        if token != image_token_id:
+            placed.append(token)
+            continue
+        own = next(following)
+        inputs.append(
+            ImageInput(
+                start=len(placed),
+                num_tokens=len(own.token_ids),
+                height=own.height,
+                width=own.width,
+                pixels=own.pixels,
+            )
+        )
+        placed += own.token_ids
+    return placed, tuple(inputs)

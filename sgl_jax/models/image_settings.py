@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from sgl_jax.core.image_input import ImageSettings
-from sgl_jax.models.config import read_json
 from sgl_jax.models.config_fields import (
     CONFIG_FILE,
     ModelConfigError,
@@ -14,6 +13,7 @@ from sgl_jax.models.config_fields import (
     object_field,
     positive_float,
     positive_int,
+    read_json,
     required,
 )
 
@@ -35,18 +35,19 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
 
 
 def read_image_settings(model_path: str | Path) -> ImageSettings | None:
-    """Read the settings of a model folder; None if it is a text model.
+    """Read the settings of a model's folder or config.json; None if it is a text model.
 
     Raises ModelConfigError, naming the file and the field, for values that are not supported.
     """
-    folder = Path(model_path)
-    if not folder.is_dir():
+    path = Path(model_path)
+    config_file = path if path.is_file() else path / CONFIG_FILE
+    if not config_file.is_file():
         return None
-    config = read_json(folder / CONFIG_FILE)
+    folder, config = config_file.parent, read_json(config_file)
     vision = object_field(config, "vision_config")
     if not vision or "image_token_id" not in config or "vision_start_token_id" not in config:
         return None
-    file = next((name for name in _FILES if (folder / name).is_file()), "")
+    file = "" if path.is_file() else _present_file(folder)
     raw = read_json(folder / file) if file else {}
     raw = raw.get("image_processor", raw)
     try:
@@ -54,6 +55,10 @@ def read_image_settings(model_path: str | Path) -> ImageSettings | None:
     except ModelConfigError as error:
         name = str(folder / (file or CONFIG_FILE))
         raise ModelConfigError(f"{name!r}: {error}", file or CONFIG_FILE) from error
+
+
+def _present_file(folder: Path) -> str:
+    return next((name for name in _FILES if (folder / name).is_file()), "")
 
 
 def _settings(

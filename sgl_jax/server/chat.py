@@ -46,7 +46,10 @@ async def answer_chat(
     """
     refs = check_chat(request, chat)
     parser = refs.answer_parser
-    requests = await _requests_of(request, chat, refs, names)
+    grammar = _call_grammar(refs, chat)
+    if grammar:
+        names = {**names, "ebnf": "tools"}
+    requests = await _requests_of(request, chat, grammar, names)
     marks = parser.marks(has_tools=bool(chat.shown_tools), has_reasoning=chat.separate_reasoning)
     kept = frozenset(refs.frontend.tokenizer.special_ids_of(marks).values())
     group = StreamGroup(request, requests, streaming=chat.stream, names=names, kept_tokens=kept)
@@ -54,12 +57,13 @@ async def answer_chat(
 
 
 async def _requests_of(
-    request: Request, chat: ChatRequest, refs: References, names: Mapping[str, str]
+    request: Request,
+    chat: ChatRequest,
+    grammar: Mapping[str, str | None],
+    names: Mapping[str, str],
 ) -> list[GenerateRequest]:
-    """Return the engine's request of each choice."""
-    grammar = _call_grammar(refs, chat)
-    if grammar:
-        names = {**names, "ebnf": "tools"}
+    """Return the engine's request of each choice. `grammar` is that of `_call_grammar`."""
+    refs = references_of(request)
     with client_names(names):
         prompt = await encode_chat(request, chat)
         samplings = [

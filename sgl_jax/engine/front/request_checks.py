@@ -29,6 +29,7 @@ from sgl_jax.core.sampling_params import (
     LogprobsMode,
     SamplingParams,
 )
+from sgl_jax.engine.front.image_checks import check_placed, without_images
 from sgl_jax.text.tokenizer import Tokenizer
 
 # Practical upper bound on the factor by which a tokenizer's normalizer shortens a text (composes
@@ -50,6 +51,11 @@ class EngineFacts(NamedTuple):
     page_size: int
     num_layers: int
     experts_per_token: int  # 0 in a dense model
+    # Of images, see `EngineSizes`; 0: none are served.
+    image_slots: int = 0
+    max_images: int = 0
+    max_image_tokens: int = 0
+    image_token_side: int = 1
 
     @classmethod
     def from_info(cls, info: Mapping[str, Any]) -> "EngineFacts":
@@ -133,7 +139,6 @@ class RequestChecks:
         usual_logprobs_mode: str = "raw",
         session: SessionTurn | None = None,
         priority: int | None = None,
-        images: Sequence[ImageInput] = (),
         **options: Any,
     ) -> GenerateRequest:
         """Build the message of a request after all checks that need neither engine state nor the
@@ -152,13 +157,12 @@ class RequestChecks:
             usual_logprobs_mode: the mode of the request's API, for `--logprobs-mode auto`.
             session: set if the request is a session's turn.
             priority: None is 0.
-            images: of the prompt, in order. `prompt_ids` has their pseudo-ids.
             options: other fields of `GenerateRequest`.
 
         Raises:
             InvalidRequestError: names the invalid field and its allowed values.
         """
-        self._check_prompt(prompt_ids, images)
+        self._check_prompt(prompt_ids, options.get("images", ()))
         checked = self._checked_sampling(sampling, len(prompt_ids), default_max_new_tokens)
         is_prompt_only = checked.max_new_tokens == 0
         if is_prompt_only:
@@ -175,7 +179,6 @@ class RequestChecks:
             is_length_default=sampling.max_new_tokens is None or not self._is_strict,
             is_prompt_only=is_prompt_only,
             priority=priority or 0,
-            images=tuple(images),
             **options,
         )
         self._check_options(request)
@@ -255,14 +258,11 @@ class RequestChecks:
         if not prompt_ids:
             raise InvalidRequestError("the prompt is empty", "input_ids")
         self.check_num_tokens(len(prompt_ids))
-        begin = 0
-        for image in images:
-            self._check_ids(prompt_ids[begin : image.start])
-            begin = image.start + image.num_tokens
-        self._check_ids(prompt_ids[begin:] if begin else prompt_ids)
-
-    def _check_ids(self, ids: list[int]) -> None:
-        for token in (min(ids), max(ids)) if ids else ():
+        texts = prompt_ids
+        if images:
+            check_placed(images, prompt_ids, self._facts)
+            texts = without_images(prompt_ids, images)
+        for token in (min(texts, default=0), max(texts, default=0)):
             if not 0 <= token < self._facts.vocab_size:
                 raise InvalidRequestError(
                     f"the prompt holds token id {token}, outside the vocabulary "

@@ -151,6 +151,8 @@ class Admission:
             if chosen is not None:
                 room = rooms[chosen.dp_rank]
                 if chosen.fits and chosen.leader is None:
+                    if not self._has_images(room, request):
+                        continue
                     if is_thrashing and self._holds_back(room, request, chosen, step):
                         continue
                     if not self._fetches_for(room, request):
@@ -179,6 +181,10 @@ class Admission:
             if num_staying == MAX_DEFERRED or not (preemptible or np.count_nonzero(is_open)):
                 break
         return False
+
+    def _has_images(self, room: RankCapacity, request: Request) -> bool:
+        """Return whether the images of `request` are, or fit, in the rank's table."""
+        return room.rank.has_images(request, self._waiting.cursor(request, room.dp_rank))
 
     def _defer(self, room: RankCapacity, request: Request, chosen: Option) -> None:
         """Defer `request` until a rank has room, or a prefix is computed there."""
@@ -231,6 +237,8 @@ class Admission:
                 return False
         best = None
         for room in _allowed(rooms, request):
+            if not self._has_images(room, request):
+                continue
             found = room.preemption(request, threshold)
             if found is not None:
                 cost = found.num_lost - options.num_present(room.dp_rank)

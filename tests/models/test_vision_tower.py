@@ -1,0 +1,1 @@
+"""The vision tower against the vectors of transformers."""
