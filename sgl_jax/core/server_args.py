@@ -346,6 +346,11 @@ class ServerArgs(SchedulerArgs):
         "without keys: names of this server, as clients write them in URLs, besides addresses, "
         "localhost and --host, separated by commas; *.example.com: all below, *: any",
     )
+    allowed_media_domains: str | None = setting(
+        None,
+        "domains from which images of requests are fetched, separated by commas, with :PORT if it "
+        "is not the usual one; others, and redirects, are refused",
+    )
     max_connections: int = setting(
         4096, "connections open at once; further ones get a 503", bounds=(1, 1_000_000)
     )
