@@ -8,8 +8,9 @@ import msgspec
 import numpy as np
 from fastapi import Request
 
+from sgl_jax.core import image_input
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.image_input import ImageInput, ImageSettings
+from sgl_jax.core.image_input import FittedImage, ImageInput, ImageSettings
 from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.server.chat_request import LOW_DETAIL_PIXELS, ImageUrl
@@ -111,30 +112,13 @@ def place_images(
     """
     if settings is None or not images:
         return Prompt(ids)
-    num_places = ids.count(settings.image_token_id)
-    if num_places != len(images):
-        raise InvalidRequestError(
-            f"messages: {len(images)} images need as many placeholders (token "
-            f"{settings.image_token_id}) in the prompt, which has {num_places}",
-            "messages",
+    fitted = [
+        FittedImage(
+            image.height, image.width, image.pixels, np.frombuffer(image.ids, np.int32).tolist()
         )
-    placed, inputs, begin = list[int](), list[ImageInput](), 0
-    for image in images:
-        at = ids.index(settings.image_token_id, begin)
-        placed += ids[begin:at]
-        own = np.frombuffer(image.ids, np.int32).tolist()
-        inputs.append(
-            ImageInput(
-                start=len(placed),
-                num_tokens=len(own),
-                height=image.height,
-                width=image.width,
-                pixels=image.pixels,
-            )
-        )
-        placed += own
-        begin = at + 1
-    return Prompt(placed + ids[begin:], tuple(inputs))
+        for image in images
+    ]
+    return Prompt(*image_input.place_images(ids, fitted, settings.image_token_id, "messages"))
 
 
 def ids_for_client(refs: References, prompt: Prompt | GenerateRequest) -> list[int]:

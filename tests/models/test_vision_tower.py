@@ -37,7 +37,8 @@ def test_vectors_of_images_are_those_of_transformers(family: str, tp: int) -> No
         pixels, vectors = stored[f"pixels_{number}"], stored[f"vectors_{number}"]
         free = np.setdiff1d(np.arange(num_slots, dtype=np.int32), list(used))
         slots = random.permutation(free)[: len(vectors)]
-        executor._encode([ImageEncoding(*pixels.shape[:2], pixels.tobytes(), slots)])
+        height, width, _ = pixels.shape
+        executor._encode([ImageEncoding(height, width, pixels.tobytes(), slots)])
         used |= dict(zip(slots.tolist(), vectors, strict=True))
     images = executor._state.images
     assert images is not None
