@@ -205,8 +205,6 @@ class RankScheduler:
     def has_images(self, request: Request, cursor: PrefixCursor) -> bool:
         """Return whether the images that `request` would compute or read are, or fit, in the
         table of images."""
-        if not request.images:
-            return True
         self.images.unpin_computed(self.memory.rows.kv_committed_len)
         start = self.reusable_len(request, cursor)
         return self.images.has_room(request.images, request.tokens, start)
