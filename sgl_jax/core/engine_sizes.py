@@ -65,6 +65,16 @@ class EngineSizes(NamedTuple):
     max_step_snapshots: int = 0  # maximum states kept per rank and step
     # Blocks of each pool in host memory per rank, including the null block; empty: none.
     host_blocks: tuple[int, ...] = ()
+    # Images: rows of a rank's table of vectors, a row for each token; 0: no images are served.
+    image_slots: int = 0
+    max_images: int = 0  # of a request
+    max_image_tokens: int = 0  # of an image
+    image_token_side: int = 1  # pixels of a token in each direction
+
+    @property
+    def image_token_values(self) -> int:
+        """Return the bytes of the pixels of an image's token, of three colours."""
+        return 3 * self.image_token_side**2
 
     @property
     def max_stop_ids(self) -> int:

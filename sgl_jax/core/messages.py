@@ -15,6 +15,7 @@ from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen, doc
 from sgl_jax.core import calls
 from sgl_jax.core.calls import CALL_OF as CALL_OF
 from sgl_jax.core.calls import WithReply, call
+from sgl_jax.core.image_input import ImageInput
 from sgl_jax.core.request_limits import (
     INT32,
     MAX_NAMESPACE_CHARS,
@@ -125,6 +126,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             flight.
         reuse: what is known of the conversation's next request.
         num_unknown_hints: hints of the client that are not understood.
+        images: the images of `input_ids`, in order; their tokens are those of `image_token_ids`.
     """
 
     rid: str
@@ -149,6 +151,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     is_probe: bool = False
     reuse: Reuse = Reuse()
     num_unknown_hints: int = 0
+    images: tuple[ImageInput, ...] = ()
 
 
 @call("abort")

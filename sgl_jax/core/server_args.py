@@ -127,6 +127,18 @@ class ServerArgs(SchedulerArgs):
     enable_return_routed_experts: bool = setting(
         False, "steps report the experts of each token, for return_routed_experts of /generate"
     )
+    enable_multimodal: bool = setting(
+        False, "requests may have images, if the model has a vision tower that is supported"
+    )
+    image_cache_size: float = setting(
+        1.0,
+        "gigabytes on each rank for the vectors of images, which wait for their prompts or for the "
+        "same image in another request",
+        bounds=(0.0001, 1e4),
+    )
+    max_images_per_request: int = setting(
+        64, "images of a request, those of its history included", bounds=(1, 1024)
+    )
     weight_sharding: str = setting(
         "replicated",
         "each rank holds all weights (replicated), or gathers them layer by layer (data)",
@@ -333,6 +345,11 @@ class ServerArgs(SchedulerArgs):
         None,
         "without keys: names of this server, as clients write them in URLs, besides addresses, "
         "localhost and --host, separated by commas; *.example.com: all below, *: any",
+    )
+    allowed_media_domains: str | None = setting(
+        None,
+        "domains from which images of requests are fetched, separated by commas, with :PORT if it "
+        "is not the usual one; others, and redirects, are refused",
     )
     max_connections: int = setting(
         4096, "connections open at once; further ones get a 503", bounds=(1, 1_000_000)

@@ -45,6 +45,21 @@ def mask_words(vocab_size: int) -> int:
     return -(-vocab_size // 32)
 
 
+# The numbers of an image in a row's list: index of its first token, number of tokens, tokens side
+# by side, and what the positions of the tokens before it have been moved by.
+IMAGE_FIELDS = 4
+NO_IMAGES: Int32Array = np.zeros((0, IMAGE_FIELDS), np.int32)
+
+
+class ImageEncoding(NamedTuple):
+    """An image whose vectors the tower computes before the step, and their rows of the table."""
+
+    height: int  # in pixels
+    width: int
+    pixels: bytes  # uint8 [height, width, 3]
+    slots: Int32Array  # [tokens]
+
+
 class RowAdmission(NamedTuple):
     """A request gets a row. Carries everything about the request that the device needs, sent once.
 
@@ -65,6 +80,9 @@ class RowAdmission(NamedTuple):
     logprob_ids: tuple[int, ...] = ()
     logprobs_mode: LogprobsMode = "raw"
     prompt_logprobs_mode: LogprobsMode = "raw"
+    # [n, IMAGE_FIELDS] all images of the prompt, in order. A token that has still to be computed
+    # is `vocab_size` plus its row of the table of images' vectors.
+    images: Int32Array = NO_IMAGES
 
 
 class StatePlan(NamedTuple):
@@ -129,6 +147,7 @@ class RankPlan(NamedTuple):
     # [n] decode steps of each row, which has no drafts and, for the first, no other query than its
     # last token; None: one step.
     num_steps: Int32Array | None = None
+    encodings: tuple[ImageEncoding, ...] = ()  # in this order
 
     @property
     def num_tokens(self) -> int:

@@ -30,6 +30,7 @@ def as_options(options: Mapping[str, Any], num_prompts: int) -> list[dict[str, A
     Raises `InvalidRequestError`.
     """
     shared = dict(options)
+    images = _as_images(shared.pop("image_data", None), num_prompts)
     shared["session"] = _as_turn(shared.pop("session_params", None), num_prompts)
     kinds = {"extra_key": str, "cache_salt": str, "priority": int, "routed_experts_start_len": int}
     columns = [
@@ -41,8 +42,29 @@ def as_options(options: Mapping[str, Any], num_prompts: int) -> list[dict[str, A
             "namespace": one_namespace(extra_key, cache_salt),
             "priority": priority,
             "routed_experts_start_len": start or 0,
+            "image_data": own,
         }
-        for extra_key, cache_salt, priority, start in zip(*columns, strict=True)
+        for own, (extra_key, cache_salt, priority, start) in zip(
+            images, zip(*columns, strict=True), strict=True
+        )
+    ]
+
+
+def _as_images(given: Any, num_prompts: int) -> list[list[Any]]:
+    """Return the images of each prompt: one, a list for a single prompt, or a list for each."""
+    if given is None:
+        return [[]] * num_prompts
+    if not isinstance(given, list | tuple):
+        given = [given]
+    if num_prompts == 1 and not any(isinstance(each, list | tuple) for each in given):
+        return [list(given)]
+    if len(given) != num_prompts:
+        raise InvalidRequestError(
+            f"{len(given)} lists of images for {num_prompts} prompts", "image_data"
+        )
+    return [
+        list(each) if isinstance(each, list | tuple) else [] if each is None else [each]
+        for each in given
     ]
 
 

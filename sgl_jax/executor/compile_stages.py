@@ -7,7 +7,7 @@ masked steps and of several decode steps.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 
@@ -32,8 +32,11 @@ class CompileStages:
         progress: Progress,
         *,
         has_decode_steps: bool,
+        image_tokens: Sequence[int] = (),
     ) -> None:
+        """Compile nothing yet. `image_tokens` are the shapes of the vision tower's programs."""
         self.warmup = warmup
+        self._image_tokens = image_tokens
         self._programs = programs
         self.buckets = buckets
         self._watch, self._progress = watch, progress
@@ -79,6 +82,7 @@ class CompileStages:
             more += [partial(self._programs.decode_steps, bucket) for bucket in self._decode]
         else:
             self.ready_decode = ()
+        more += [partial(self._programs.encode, most) for most in self._image_tokens]
         self._programs.compile_all(self._ready.all, self._progress, more)
 
     def start_background(self) -> bool:

@@ -17,6 +17,7 @@ from sgl_jax.core.engine_sizes import CacheGroup, EngineSizes
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.executor.buckets import Buckets, choose_buckets
 from sgl_jax.executor.device_defaults import resolve_for_device
+from sgl_jax.executor.image_memory import ImageMemory
 from sgl_jax.executor.model_settings import (
     pool_layout,
     resolve_for_model,
@@ -249,7 +250,21 @@ class EngineConfig(NamedTuple):
             tail_interval=self.tail_interval,
             max_step_snapshots=self._max_step_snapshots(num_rows),
             host_blocks=self._host_blocks(pool_pages),
+            **(self.images.sizes if self.images else {}),
         )
+
+    @property
+    def images(self) -> ImageMemory | None:
+        """Return the memory of images; None if none are served."""
+        if self.model.vision is None:
+            return None
+        most_rows = self.buckets.rows * self.context_len
+        return ImageMemory.choose(self.args, self.model.vision, most_rows)
+
+    @property
+    def work_bytes(self) -> int:
+        """Return the bytes on each device that neither weights nor pages may take."""
+        return self.logit_bytes + (self.images.device_bytes if self.images else 0)
 
     @property
     def page_bytes(self) -> list[int]:
@@ -353,5 +368,8 @@ class EngineConfig(NamedTuple):
             shape = (sizes.dp_size, self.model.num_layers, self.model.moe.num_experts)
             own = NamedSharding(mesh, P("data"))
             counts = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=own)
-        state = StepState(token_table, row_lens, pools, states, counts)
+        images = None
+        if self.images is not None:
+            images = self.images.arrays(sizes.dp_size, sizes.num_rows, mesh)
+        state = StepState(token_table, row_lens, pools, states, counts, images)
         return state, of_rows(packed_width(sizes.max_stop_ids))

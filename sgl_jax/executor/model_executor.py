@@ -12,9 +12,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import jax
+import msgspec
 import numpy as np
 from jax.experimental import multihost_utils
 from numpy.typing import NDArray
@@ -24,7 +26,14 @@ from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.page_tables import PageTables
 from sgl_jax.core.progress import Progress
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.core.step_plan import Executor, Int32Array, RankResult, StepPlan, mask_words
+from sgl_jax.core.step_plan import (
+    Executor,
+    ImageEncoding,
+    Int32Array,
+    RankResult,
+    StepPlan,
+    mask_words,
+)
 from sgl_jax.core.transfers import TransferEnd, Transfers
 from sgl_jax.executor.block_stores.opening import open_block_store, weights_fingerprint
 from sgl_jax.executor.buckets import Bucket
@@ -35,6 +44,7 @@ from sgl_jax.executor.devices import make_mesh, platform_of, set_compilation_cac
 from sgl_jax.executor.engine_config import EngineConfig
 from sgl_jax.executor.expert_recorder import ExpertRecorder
 from sgl_jax.executor.first_token import check_first_token, first_token_plan, idle_plan
+from sgl_jax.executor.image_patches import pack_images
 from sgl_jax.executor.layout import LaunchedStep
 from sgl_jax.executor.plan_check import check_plan
 from sgl_jax.executor.pool_size import choose_pool_pages, require_host_bytes
@@ -138,6 +148,7 @@ class ModelExecutor(Executor):
             "eos_token_ids": list(model.eos_token_ids),
             "weight_bytes": sum(leaf.nbytes for leaf in self.weights.arrays),
             "kv_pool_bytes": sum(pool.nbytes for pool in self._state.kv_pools),
+            "images": msgspec.to_builtins(config.images and config.images.settings),
             "settings": decided,
             **self.sizes._asdict(),
         }
@@ -147,7 +158,7 @@ class ModelExecutor(Executor):
         `unloaded_bytes` on each device, and again afterwards if they took clearly more."""
         config = self._config
         pool_pages = choose_pool_pages(
-            *(config.args, config.pools, self._mesh, config.pages_per_row, config.logit_bytes),
+            *(config.args, config.pools, self._mesh, config.pages_per_row, config.work_bytes),
             unloaded_bytes,
         )
         if not unloaded_bytes:
@@ -173,6 +184,7 @@ class ModelExecutor(Executor):
         self._stages = self._new_stages()
 
     def _new_stages(self) -> CompileStages:
+        images = self._config.images
         return CompileStages(
             self._programs,
             self._config.buckets,
@@ -180,6 +192,7 @@ class ModelExecutor(Executor):
             self._watch,
             self._progress,
             has_decode_steps=self.sizes.max_decode_steps > 1,
+            image_tokens=images.shapes if images else (),
         )
 
     def compile_counts(self) -> dict[str, int]:
@@ -200,7 +213,8 @@ class ModelExecutor(Executor):
         buckets = self._stages.compile_first()
         if self.cpu_blocks is not None:
             self.cpu_blocks.compile()
-        self._write(empty_piece(self.sizes.dp_size, self.sizes.max_stop_ids))
+        sizes = self.sizes
+        self._write(empty_piece(sizes.dp_size, sizes.max_stop_ids, sizes.max_images))
         idle = idle_plan(self.sizes)
         several = idle_plan(self.sizes, has_steps=True)
         shape = (0, 1 + self.sizes.max_draft_tokens, mask_words(self.sizes.vocab_size))
@@ -262,8 +276,11 @@ class ModelExecutor(Executor):
         self._page_tables.apply(plan.page_changes)
         if any(rank.admissions for rank in plan.ranks):
             admissions = [rank.admissions for rank in plan.ranks]
-            for piece in cut_admissions(admissions, self.sizes.max_stop_ids):
+            limits = self.sizes.max_stop_ids, self.sizes.max_images
+            for piece in cut_admissions(admissions, *limits):
                 self._write(piece)
+        for images in zip_longest(*(rank.encodings for rank in plan.ranks)):
+            self._encode(images)
         if self.cpu_blocks is not None and plan.saved:
             self.cpu_blocks.copy(self._state, plan.saved)
         launched = self._run(self._stages.bucket_of(plan), plan)
@@ -412,7 +429,21 @@ class ModelExecutor(Executor):
 
     def _write(self, piece: Int32Array) -> None:
         state = self._state
-        tables = DeviceRows(state.token_table, state.row_lens, self._row_params)
+        images = state.images
+        lists = None if images is None else images.lists
+        tables = DeviceRows(state.token_table, state.row_lens, self._row_params, lists)
         tables = self._programs.admit()(tables, piece)
-        self._state = state._replace(token_table=tables.tokens, row_lens=tables.lens)
+        if images is not None and tables.images is not None:
+            images = images._replace(lists=tables.images)
+        self._state = state._replace(token_table=tables.tokens, row_lens=tables.lens, images=images)
         self._row_params = tables.params
+
+    def _encode(self, images: Sequence[ImageEncoding | None]) -> None:
+        """Run the vision tower on each rank's image."""
+        vision, state = self._model.vision, self._state
+        assert vision is not None
+        assert state.images is not None
+        given = pack_images(images, vision)
+        encode = self._programs.encode(given.patches.shape[1])
+        vectors = encode(self.weights.arrays, state.images.vectors, *given)
+        self._state = state._replace(images=state.images._replace(vectors=vectors))

@@ -14,6 +14,7 @@ from sgl_jax.core.page_tables import PageChanges
 from sgl_jax.core.step_plan import (
     NO_SLOT,
     BoolArray,
+    ImageEncoding,
     Int32Array,
     RankPlan,
     RowAdmission,
@@ -32,6 +33,7 @@ def check_plan(plan: StepPlan, sizes: EngineSizes) -> None:
         raise ValueError(f"the plan has {len(plan.ranks)} ranks, the engine {sizes.dp_size}")
     for index, rank in enumerate(plan.ranks):
         problem = _admission_problem(rank.admissions, sizes) if rank.admissions else None
+        problem = problem or _encoding_problem(rank.encodings, sizes)
         if len(rank.rows) and not problem:
             problem = _row_problem(rank, sizes)
         if problem:
@@ -60,6 +62,22 @@ def _admission_problem(admissions: Sequence[RowAdmission], sizes: EngineSizes) -
                 f"admits {num_tokens} tokens to row {admission.row}, at most "
                 f"{sizes.max_context_len} fit"
             )
+        if len(admission.images) > sizes.max_images:
+            return f"admits {len(admission.images)} images, at most {sizes.max_images} fit in a row"
+    return None
+
+
+def _encoding_problem(encodings: Sequence[ImageEncoding], sizes: EngineSizes) -> str | None:
+    for image in encodings:
+        num_tokens, side = len(image.slots), sizes.image_token_side
+        if num_tokens > sizes.max_image_tokens:
+            return f"an image of {num_tokens} tokens, at most {sizes.max_image_tokens} fit"
+        if num_tokens * side**2 != image.height * image.width or image.width % side:
+            return f"an image of {image.height} x {image.width} pixels with {num_tokens} tokens"
+        if len(image.pixels) != num_tokens * sizes.image_token_values:
+            return f"an image of {num_tokens} tokens with {len(image.pixels)} bytes"
+        if image.slots.min() < 0 or image.slots.max() >= sizes.image_slots:
+            return f"an image in rows {image.slots}, the table has {sizes.image_slots}"
     return None
 
 

@@ -24,11 +24,12 @@ from sgl_jax.core.step_plan import mask_words
 from sgl_jax.executor.buckets import Bucket
 from sgl_jax.executor.decode_steps import run_decode_steps
 from sgl_jax.executor.devices import platform_of
+from sgl_jax.executor.image_patches import image_words, write_vectors
 from sgl_jax.executor.layout import DPLayout
 from sgl_jax.executor.row_tables import DeviceRows, piece_words, write_piece
 from sgl_jax.executor.step import Computed, RankStep, StepState, compute_step, draw_step, run_step
 from sgl_jax.kernels.row_blocks import invariant_rows
-from sgl_jax.layers.mesh_axes import DATA_AXIS, TENSOR_AXIS
+from sgl_jax.layers.mesh_axes import DATA_AXIS, MESH_AXES, TENSOR_AXIS
 from sgl_jax.models.decoder import CausalLM
 
 # Arguments: weights, state (donated), row parameters, control words, page tables; a step's second
@@ -36,6 +37,8 @@ from sgl_jax.models.decoder import CausalLM
 # `Computed`.
 StepProgram = Callable[..., tuple[StepState, Any]]
 AdmitProgram = Callable[[DeviceRows, Any], DeviceRows]  # tables (donated), piece -> tables
+# Weights, vectors of images (donated), patches, words (see `image_patches.py`) -> vectors.
+EncodeProgram = Callable[..., jax.Array]
 
 _MAX_COMPILE_THREADS = 4
 # Logits are sharded by vocabulary; hidden states and queries are replicated on a rank's chips.
@@ -84,6 +87,7 @@ class Programs:
         self._decode_steps: dict[Bucket, StepProgram] = {}
         self._traced_halves: dict[Bucket, tuple[jax.stages.Lowered, jax.stages.Lowered]] = {}
         self._halves: dict[Bucket, tuple[StepProgram, StepProgram]] = {}
+        self._encoders: dict[int, EncodeProgram] = {}
         self._admit: AdmitProgram | None = None
         self._is_closed = False
 
@@ -92,7 +96,7 @@ class Programs:
         other = copy.copy(self)
         other._graphdef = graphdef
         other._steps, other._decode_steps = {}, {}
-        other._traced_halves, other._halves = {}, {}
+        other._traced_halves, other._halves, other._encoders = {}, {}, {}
         return other
 
     def layout(self, bucket: Bucket) -> DPLayout:
@@ -167,15 +171,46 @@ class Programs:
             def admit(tables: DeviceRows, piece: jax.Array) -> DeviceRows:
                 return write_piece(tables, piece[0])
 
+            images, sizes = self._state.images, self._sizes
             tables: Any = DeviceRows(
-                self._state.token_table, self._state.row_lens, self._row_params
+                self._state.token_table,
+                self._state.row_lens,
+                self._row_params,
+                images and images.lists,
             )
-            shape = self._sizes.dp_size, piece_words(self._sizes.max_stop_ids)
+            shape = sizes.dp_size, piece_words(sizes.max_stop_ids, sizes.max_images)
             arguments = tables, self._input(shape)
             lowered = self._lower_on_mesh(admit, arguments, P("data"), donated=0)
             program: Any = lowered.compile()
             self._admit = program
         return self._admit
+
+    def encode(self, num_tokens: int) -> EncodeProgram:
+        """Return the program of the vision tower for an image of up to `num_tokens` tokens on each
+        rank, compiled on the first call."""
+        if num_tokens not in self._encoders:
+            program: Any = self.lower_encode(num_tokens).compile()
+            self._encoders[num_tokens] = program
+        return self._encoders[num_tokens]
+
+    def lower_encode(self, num_tokens: int) -> jax.stages.Lowered:
+        """Lower the program of the tower for the mesh's chips, without compiling it."""
+
+        def encode(
+            weights: tuple[jax.Array, ...], vectors: jax.Array, patches: jax.Array, words: jax.Array
+        ) -> jax.Array:
+            model = nnx.merge(self._graphdef, jax.tree.unflatten(self._params_tree, weights))
+            return write_vectors(model, vectors, patches[0], words[0])
+
+        encode.__name__ = f"encode_{num_tokens}_tokens"
+        sizes = self._sizes
+        arguments = (
+            self._weights,
+            self._state.images.vectors,
+            self._input((sizes.dp_size, num_tokens, sizes.image_token_values), jnp.uint8),
+            self._input((sizes.dp_size, image_words(num_tokens))),
+        )
+        return self._lower_on_mesh(encode, arguments, P(MESH_AXES), donated=1)
 
     def compile_all(
         self,
@@ -292,8 +327,8 @@ class Programs:
         sharding = NamedSharding(self._mesh, spec)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    def _input(self, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(self._mesh, P("data")))
+    def _input(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self._mesh, P("data")))
 
 
 def _spec_of(array: jax.ShapeDtypeStruct) -> P:

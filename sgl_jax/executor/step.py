@@ -19,6 +19,7 @@ from jax import lax
 
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.step_plan import NO_DRAFT, NON_FINITE
+from sgl_jax.executor.last_queries import LastQueries
 from sgl_jax.executor.layer_drafts import DraftRows, draft_tokens
 from sgl_jax.executor.layout import RankControls, StepOutput, pack_logprobs
 from sgl_jax.executor.state_slots import RowStates, build_state_batch, keep_states
@@ -29,9 +30,17 @@ from sgl_jax.layers.sampling.logprobs import LogprobArrays, no_logprobs
 from sgl_jax.layers.sampling.row_params import SampledRows, unpack_row_params
 from sgl_jax.layers.sampling.split_logits import SplitLogits
 from sgl_jax.models.decoder import CausalLM
+from sgl_jax.models.image_tokens import ImageTokens, image_positions
 
 # Positions scored at once, to bound the memory of logits.
 _SCORED_BLOCK = 32
+
+
+class RowImages(NamedTuple):
+    """The images of a rank's rows; see `models/image_tokens.py`."""
+
+    lists: jax.Array  # int32[num_rows, max_images, IMAGE_FIELDS]
+    vectors: jax.Array  # [rows of this chip, width]
 
 
 class StepState(NamedTuple):
@@ -43,6 +52,7 @@ class StepState(NamedTuple):
     states: RowStates | None = None  # None without recurrent layers
     # int32[dp, layers, experts] tokens of a rank routed to each expert; None: not counted
     expert_counts: jax.Array | None = None
+    images: RowImages | None = None  # None if no images are served
 
 
 class Computed(NamedTuple):
@@ -91,8 +101,9 @@ def compute_step(model: CausalLM, state: StepState, given: RankStep) -> tuple[St
         state_batch = build_state_batch(state.states, given.controls, given.num_tokens, given.sizes)
         layer_states = state.states.layers
     hidden, kv_pools, layer_states, counts, draft_hidden, experts = model(
-        token_table[token_rows, batch.positions],
+        tokens := token_table[token_rows, batch.positions],
         *(batches, state.kv_pools, state_batch, layer_states),
+        _image_tokens(state.images, tokens, token_rows, batch, given.sizes),
     )
     sampled = _sampled(batch, queries, given)
     logits = model.logits(hidden[sampled.tokens])
@@ -161,7 +172,7 @@ def draw_step(
             max_drafts,
         )
         is_wrong |= controls.samples & ~is_finite
-    scored = _LastQueries.build(batch, controls.num_scored, sizes.max_prompt_logprob_tokens)
+    scored = LastQueries.build(batch, controls.num_scored, sizes.max_prompt_logprob_tokens)
     # From the new table: reading the old table here would keep a copy of it alive.
     successors = token_table.at[token_rows[scored.tokens], batch.positions[scored.tokens] + 1].get(
         mode="clip"
@@ -188,7 +199,9 @@ def draw_step(
         state_batch = build_state_batch(states, controls, given.num_tokens, sizes)
         num_kept = controls.q_lens - queries.drafts + counts - 1  # for decode rows
         states = keep_states(states, controls, state_batch, num_kept)
-    return StepState(token_table, row_lens, kv_pools, states, state.expert_counts), output
+    return state._replace(
+        token_table=token_table, row_lens=row_lens, kv_pools=kv_pools, states=states
+    ), output
 
 
 class Queries(NamedTuple):
@@ -224,49 +237,26 @@ def _by_group(batch: AttentionBatch, given: RankStep) -> tuple[AttentionBatch, .
     return tuple(replace(batch, page_table=table) for table in given.page_tables)
 
 
-class _LastQueries(NamedTuple):
-    """The queries of a step that need logits: some of the last queries of each row.
-
-    A row that samples does so after its last query; a row with drafts, after each query from its
-    last known token on. A row with a scored prompt needs the logits of its last queries. S queries
-    of B rows are stored flat, row after row, so that only their logits are computed.
-    """
-
-    rows: jax.Array  # int32[S] index among the step's rows; in range, but arbitrary if not valid
-    tokens: jax.Array  # int32[S] index among the step's query tokens
-    valid: jax.Array  # bool[S]
-    firsts: jax.Array  # int32[B] index of each row's first query among the S
-
-    @classmethod
-    def build(cls, batch: AttentionBatch, counts: jax.Array, most: int) -> "_LastQueries":
-        """Select the last counts[i] queries of each row (int32[B]), at most `most` in total."""
-        num_rows, num_tokens = counts.shape[0], batch.positions.shape[0]
-        ends = jnp.cumsum(counts, dtype=jnp.int32)
-        firsts = ends - counts
-        queries = jnp.arange(min(num_tokens, most), dtype=jnp.int32)
-        rows = jnp.searchsorted(ends, queries, side="right", method="compare_all")
-        rows = jnp.minimum(rows.astype(jnp.int32), num_rows - 1)
-        valid = queries < ends[-1]
-        tokens = batch.q_offsets[rows + 1] - counts[rows] + queries - firsts[rows]
-        return cls(rows, jnp.where(valid, tokens, 0), valid, firsts)
-
-    @property
-    def places(self) -> jax.Array:
-        """Return each query's index within its row: int32[S]; arbitrary where not valid."""
-        queries = jnp.arange(self.rows.shape[0], dtype=jnp.int32)
-        return queries - self.firsts[self.rows]
-
-    def by_row(self, values: jax.Array, width: int) -> jax.Array:
-        """Return values [S, ...] as [B, width, ...]; entries past a row's queries are arbitrary."""
-        index = self.firsts[:, None] + jnp.arange(width, dtype=jnp.int32)
-        return values.at[index].get(mode="clip")
+def _image_tokens(
+    images: RowImages | None,
+    tokens: jax.Array,
+    token_rows: jax.Array,
+    batch: AttentionBatch,
+    sizes: EngineSizes,
+) -> ImageTokens | None:
+    if images is None:
+        return None
+    slots = jnp.where(batch.valid, tokens - sizes.vocab_size, -1)
+    return ImageTokens(
+        image_positions(batch.positions, images.lists[token_rows]), slots, images.vectors
+    )
 
 
-def _sampled(batch: AttentionBatch, queries: Queries, given: RankStep) -> _LastQueries:
+def _sampled(batch: AttentionBatch, queries: Queries, given: RankStep) -> LastQueries:
     controls = given.controls
     num_drawn = jnp.where(controls.samples, 1 + queries.drafts, 0)
     most = controls.rows.shape[0] * (1 + given.sizes.max_draft_tokens)
-    return _LastQueries.build(batch, num_drawn, most)
+    return LastQueries.build(batch, num_drawn, most)
 
 
 def _place_queries(model: CausalLM, state: StepState, given: RankStep) -> tuple[jax.Array, Queries]:
@@ -315,7 +305,7 @@ def _score_if_any(
     model: CausalLM,
     controls: RankControls,
     hidden: jax.Array,
-    scored: _LastQueries,
+    scored: LastQueries,
     successors: jax.Array,
     row_params: jax.Array,
 ) -> LogprobArrays:

@@ -26,12 +26,15 @@ def rotation(
     factor: float = 1.0,
     num_pairs: int | None = None,
 ) -> Rotation:
-    """Return the rotation of tokens at `positions`, int32 [T], scaled by `factor`.
+    """Return the rotation of tokens at `positions`, int32 [T] or [T, pairs], scaled by `factor`.
 
     The first of `num_pairs` pairs of dimensions have frequencies; the rest stay unchanged.
     """
     num_still = 0 if num_pairs is None else num_pairs - len(frequencies)
-    angles = positions.astype(jnp.float32)[:, None, None] * np.pad(frequencies, (0, num_still))
+    places = positions.astype(jnp.float32)[:, None]
+    if places.ndim == 2:
+        places = places[..., None]
+    angles = places * np.pad(frequencies, (0, num_still))
     factors = np.append(np.full(len(frequencies), factor), np.ones(num_still)).astype(np.float32)
     turned = jnp.cos(angles) * factors, jnp.sin(angles) * factors
     # After the barrier, they cannot reach the loop over layers, where the TPU's compiler would

@@ -240,6 +240,8 @@ FIGURES = (
         "retracted_output_tokens",
     ),
     _count("num_preempted_requests", "retracts for more important requests", "requests_preempted"),
+    _count("image_encodings", "images computed by the vision tower"),
+    _count("image_cache_hits", "images of starting requests that needed no computation"),
     _count("evicted_pages", "pages evicted from the prefix cache"),
     _count("host_fetched_tokens", "tokens of prefixes fetched from host memory"),
     _count("host_copied_pages", "pages of the first pool copied to the host"),

@@ -5,7 +5,6 @@ defaults, `known_fields` the fields of each architecture, `layer_specs` the fiel
 setting that the engine does not support is refused by name, never ignored.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from sgl_jax.models.config_fields import (
     optional_float,
     positive_float,
     positive_int,
+    read_json,
     switch,
 )
 from sgl_jax.models.draft_names import DRAFT_NAMES, DraftNames
@@ -41,6 +41,7 @@ from sgl_jax.models.moe_config import MoeConfig
 from sgl_jax.models.quantization import AT_LOAD, LayerRules, QuantizationConfig, quantize_at_load
 from sgl_jax.models.quantization_config import read_quantization
 from sgl_jax.models.rope_config import RopeConfig, score_factor
+from sgl_jax.models.vision_config import VisionConfig
 
 __all__ = [
     "CONFIG_FILE",
@@ -89,6 +90,7 @@ class ModelConfig:
     draft_layer: LayerSpec | None = None
     eagle3: "Eagle3Head | None" = None  # the head that has `draft_layer`
     per_layer_embeddings: PerLayerEmbeddings | None = None
+    vision: VisionConfig | None = None  # None if no images are served
 
     @property
     def num_layers(self) -> int:
@@ -276,19 +278,6 @@ class Eagle3Head:
     config: ModelConfig  # config with one layer
     draft_vocab_size: int | None  # tokens that it can draft; None: it uses the model's head
     captured: tuple[int, ...]  # layers of the model with inputs that it reads, ascending
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raise ModelConfigError."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelConfigError(f"cannot read {str(path)!r}: {error.strerror}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ModelConfigError(f"{str(path)!r} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelConfigError(f"{str(path)!r} must hold a JSON object")
-    return content
 
 
 def _check_token_ids(source: Mapping[str, Any], file: str, vocab_size: int) -> None:

@@ -1,7 +1,9 @@
 """Readers of single config fields: each checks type and range, and names the field in its error."""
 
+import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 CONFIG_FILE = "config.json"
@@ -76,3 +78,16 @@ def object_field(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
 def is_int(value: Any) -> bool:
     """Return True for integers, except True and False, which Python counts as int."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. Raise ModelConfigError."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelConfigError(f"cannot read {str(path)!r}: {error.strerror}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ModelConfigError(f"{str(path)!r} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelConfigError(f"{str(path)!r} must hold a JSON object")
+    return content

@@ -28,6 +28,7 @@ from sgl_jax.layers.mesh_axes import (
     MeshAxes,
     join_shares,
     scatter_sum,
+    sum_over_tensor,
 )
 from sgl_jax.layers.moe import ExpertCopies, copy_keys, count_experts, join_layers, stack_experts
 from sgl_jax.layers.norm import RMSNorm
@@ -40,8 +41,10 @@ from sgl_jax.models.config import LayerSpec, ModelConfig
 from sgl_jax.models.decoder_layer import DecoderLayer
 from sgl_jax.models.drafter import Drafter
 from sgl_jax.models.expert_placement import ExpertPlacement
+from sgl_jax.models.image_tokens import ImageTokens
 from sgl_jax.models.layer_reads import layer_reads, rotation_of
 from sgl_jax.models.scan_segments import ScanSegment, find_scan_segments, layer_kinds
+from sgl_jax.models.vision_tower import VisionTower
 
 # Tensors in some checkpoints that no parameter needs.
 _SPARE_SUFFIX = ".rotary_emb.inv_freq"
@@ -124,6 +127,7 @@ class Architecture(NamedTuple):
     scales_embedding: bool = False  # by the square root of the hidden size
     body: str = "model."  # prefix of all tensors except the head's
     head: str = "lm_head"
+    vision: str = ""  # prefix of the tensors of a tower like Qwen3-VL's; "": it has none
     spare_prefixes: tuple[str, ...] = ()  # prefixes of tensors that no parameter needs
     has_further_layers: bool = False  # the checkpoint's layers after the last are not read
     # Prefixes, in a layer that reads another layer's cache, of tensors that it does not need.
@@ -186,6 +190,8 @@ class CausalLM(nnx.Module):
         norm = Tensor(f"{body}norm.weight", (hidden,))
         self.norm = RMSNorm(norm, config.rms_norm_eps, dtype, from_one=architecture.norms_from_one)
         self.lm_head = None if tied else LMHead(Padded(head, rows, axis=1), vocab, dtype)
+        vision = config.vision
+        self.tower = None if vision is None else VisionTower(vision, dtype, architecture.vision)
         self.draft_layer = draft_layer
         captured = tuple(draft_layer.captured) if draft_layer else ()
         self.num_captured = len(captured)
@@ -212,6 +218,7 @@ class CausalLM(nnx.Module):
         kv_pools: tuple[jax.Array, ...],
         state_batch: StateBatch | None = None,
         states: LayerStates | None = None,
+        images: ImageTokens | None = None,
     ) -> ModelOutput:
         """Run one step's tokens.
 
@@ -223,6 +230,7 @@ class CausalLM(nnx.Module):
                 layer's index in its pool is its index in its group.
             state_batch: rows and slots of this rank, for the recurrent group if there is one.
             states: this chip's part of the states of that group's layers.
+            images: what the tokens read of images, if any are served.
 
         Returns:
             The results, with the updated kv_pools and states.
@@ -231,8 +239,9 @@ class CausalLM(nnx.Module):
         assert is_recurrent == (state_batch is not None) == (states is not None)
         memories: tuple[Any, ...] = (*kv_pools, states) if is_recurrent else kv_pools
         groups = [group for group, _ in self.cache_places]
-        reads = layer_reads(self.config, groups, batches, state_batch)
-        hidden = self._embed(token_ids)
+        positions = batches[0].positions if images is None else images.positions
+        reads = layer_reads(self.config, groups, positions, batches, state_batch)
+        hidden, added = self._embed(token_ids, images)
         vectors = None if self.per_layer is None else self.per_layer(token_ids, hidden)
         terms = (hidden, jnp.zeros_like(hidden)) if self.defers_sum else (hidden,)
         keys = copy_keys(token_ids, batches[0].positions) if self.placement else None
@@ -242,7 +251,7 @@ class CausalLM(nnx.Module):
             captured = jnp.zeros((self.num_captured + 1, *hidden.shape), hidden.dtype)
         carry = _Carry(terms, memories, captured)
         for segment in self.scan_segments:
-            carry, own = self._run(segment, carry, is_token, keys, reads, vectors)
+            carry, own = self._run(segment, carry, is_token, keys, reads, (vectors, added))
             routed.append(own)
         hidden = self._whole(self.norm(reduce(jnp.add, carry.terms)), len(token_ids))
         states = carry.memories[-1] if is_recurrent else None
@@ -298,10 +307,17 @@ class CausalLM(nnx.Module):
         hidden, pools[pool] = self.draft_layer(vectors, hidden, *rest)
         return hidden, tuple(pools)
 
-    def _embed(self, token_ids: jax.Array) -> jax.Array:
-        if self.sequence_parallel:
-            return self._scaled(scatter_sum(self.embedding.own_part(token_ids)))
-        return self._scaled(self.embedding(token_ids))
+    def _embed(
+        self, token_ids: jax.Array, images: ImageTokens | None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Return the tokens' vectors, and those that images add after the first layers, [layers,
+        T, hidden_size] or this chip's share; None if they add nothing."""
+        join = scatter_sum if self.sequence_parallel else sum_over_tensor
+        vectors = self.embedding.own_part(token_ids)
+        if images is None:
+            return self._scaled(join(vectors)), None
+        own, added = images.split(self.config.hidden_size, join)
+        return self._scaled(join(vectors + own)), added
 
     def _scaled(self, vectors: jax.Array) -> jax.Array:
         if not self.architecture.scales_embedding:
@@ -316,13 +332,15 @@ class CausalLM(nnx.Module):
         is_token: jax.Array,
         keys: jax.Array | None,
         reads: Sequence[tuple[Any, ...]],
-        vectors: jax.Array | None,
+        by_layer: tuple[jax.Array | None, jax.Array | None],
     ) -> tuple[_Carry, _Routed]:
         """Run all layers of a segment; return the carry, and each iteration's results of
         `count_experts` and `stack_experts`.
 
-        `reads` has an entry for every layer of the model, as have `vectors`, their embeddings.
+        `reads` has an entry for every layer of the model, as has the first of `by_layer`, their
+        embeddings; the other is added after the first layers.
         """
+        vectors, added = by_layer
         places = range(segment.first, segment.first + segment.period)
         split = {place: nnx.split(self.layers[str(place)]) for place in places}
         remembered = {place: self._remembered_at(segment, place) for place in places}
@@ -345,6 +363,10 @@ class CausalLM(nnx.Module):
                 rest = (is_token, copies, reads[place], memories[pool], first + turn * step)
                 own = None if vectors is None else vectors[number]
                 hidden, delta, memories[pool], experts = layer(hidden, *rest, own)
+                if added is not None:
+                    last = len(added) - 1
+                    after = added[jnp.minimum(number, last)]
+                    delta += jnp.where(number <= last, after, jnp.zeros_like(after))
                 terms = (hidden, delta) if self.defers_sum else (hidden + delta,)
                 chosen.append(experts)
             carry = _Carry(terms, tuple(memories), captured)

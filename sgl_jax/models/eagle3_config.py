@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sgl_jax.models.config import Eagle3Head, ModelConfig, read_json
+from sgl_jax.models.config import Eagle3Head, ModelConfig
 from sgl_jax.models.config_defaults import architecture_name
 from sgl_jax.models.config_fields import (
     CONFIG_FILE,
@@ -12,6 +12,7 @@ from sgl_jax.models.config_fields import (
     is_int,
     object_field,
     positive_int,
+    read_json,
 )
 
 # The first is the name from the authors: it is also the name of a whole model.

@@ -15,12 +15,14 @@ from sgl_jax.models.config import LayerSpec, ModelConfig
 def layer_reads(
     config: ModelConfig,
     groups: Sequence[int],
+    positions: jax.Array,
     batches: Sequence[AttentionBatch],
     state_batch: StateBatch | None,
 ) -> list[tuple[Any, ...]]:
     """Return each layer's rotation and batch, or its `StateBatch` if it is a recurrence.
 
-    `groups` are the layers' cache groups, and `batches` those of each group.
+    `groups` are the layers' cache groups, and `batches` those of each group. `positions` are as in
+    `rotation_of`.
     """
     rotations: dict[Any, Rotation] = {}  # equal ones are computed once
     reads: list[tuple[Any, ...]] = []
@@ -30,18 +32,24 @@ def layer_reads(
             continue
         key = spec.rope, spec.query_scale, spec.heads
         if key not in rotations:
-            rotations[key] = rotation_of(config, spec, batches[0].positions)
+            rotations[key] = rotation_of(config, spec, positions)
         reads.append((rotations[key], batches[group]))
     return reads
 
 
 def rotation_of(config: ModelConfig, spec: LayerSpec, positions: jax.Array) -> Rotation:
-    """Return the rotations of queries and keys of a layer at `positions`, int32 [T]."""
+    """Return the rotations of queries and keys of a layer at `positions`, int32 [T].
+
+    With images, positions are [3, T]: time, row and column, see `VisionConfig.pair_axes`.
+    """
     size = config.of_layer(spec).rope_head_dim
     rope, scale = spec.rope, spec.query_scale
     # Without rotation all angles are 0.
     frequencies = rope.inverse_frequencies(size) if rope else np.zeros(0, np.float32)
     factor = rope.attention_factor if rope else 1.0
+    if config.vision is not None and positions.ndim > 1:
+        axes = np.array(config.vision.pair_axes(size // 2))
+        return rotation(positions[axes].T, frequencies, factor, size // 2)
     own = rotation(positions, frequencies, factor, size // 2)
     if scale is None:
         return own

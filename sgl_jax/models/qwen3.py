@@ -136,9 +136,12 @@ def _shared_expert(
     return SharedExpert(expert, Linear(gate, options.dtype))
 
 
-# Qwen3-VL's text models: vision tensors are not read.
+# The tower's tensors are read only if images are served.
 QWEN3_VL = Architecture(
-    qwen3_layer, body="model.language_model.", spare_prefixes=("model.visual.",)
+    qwen3_layer,
+    body="model.language_model.",
+    vision="model.visual.",
+    spare_prefixes=("model.visual.",),
 )
 QWEN3_VL_MOE = QWEN3_VL._replace(
     build_layer=partial(qwen3_moe_layer, names=ExpertNames(layouts="either"))

@@ -119,7 +119,9 @@ QWEN3_NEXT = Architecture(
     spare_prefixes=("mtp.",),  # layers that predict further tokens
 )
 QWEN3_5_TEXT = QWEN3_NEXT._replace(build_layer=partial(hybrid_layer, projections=_flat))
-# The multimodal model: its vision tensors are not read.
+# The multimodal model: the tower's tensors are read only if images are served.
 QWEN3_5 = QWEN3_5_TEXT._replace(
-    body="model.language_model.", spare_prefixes=("mtp.", "model.visual.")
+    body="model.language_model.",
+    vision="model.visual.",
+    spare_prefixes=("mtp.", "model.visual."),
 )

@@ -60,7 +60,7 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
             pages = 0
     else:
         free = usable - weights - tables
-        pages = pages_that_fit(free, pools, args.tp_size, config.logit_bytes)
+        pages = pages_that_fit(free, pools, args.tp_size, config.work_bytes)
     pool_pages = pools.pages(max(0, pages))
     if pages > 0:
         pools.require_a_row(pool_pages)
@@ -77,7 +77,7 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
         usable_hbm_bytes=chip.usable_hbm_bytes,
         weight_bytes=weights,
         table_bytes=tables,
-        reserved_bytes=chip.usable_hbm_bytes - usable + config.logit_bytes,
+        reserved_bytes=chip.usable_hbm_bytes - usable + config.work_bytes,
         kv_bytes=(pools.num_bytes(max(0, pages)) - state_bytes) // args.tp_size,
         kv_token_bytes=token_bytes // args.tp_size,
         state_bytes=state_bytes // args.tp_size,

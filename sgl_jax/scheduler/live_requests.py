@@ -5,16 +5,19 @@ waits in the queue, or at the gate for grammars and programs. Every end removes 
 """
 
 from collections import deque
+from collections.abc import Sequence
 
 from sgl_jax.core.engine_messages import FinishReason, RequestOutput
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.image_input import ImageInput
 from sgl_jax.core.messages import AbortRequest, GenerateRequest, StopRequest
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.shares import Shares, holder_of, tenant_text
 from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.scheduler.deadlines import Deadlines
 from sgl_jax.scheduler.events import Expect, GrammarReady
+from sgl_jax.scheduler.image_cache import check_images
 from sgl_jax.scheduler.output_buffer import OutputBuffer
 from sgl_jax.scheduler.program_gate import ProgramGate
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
@@ -306,13 +309,22 @@ class LiveRequests:
         `SessionsFullError` if it cannot be served."""
         if message.session is None:
             max_len = max_request_len(message, len(message.input_ids), self.sizes)
+            self._check_images(message, message.images)
             return Request(message, self.num_arrived, max_len), None
         turn = self.sessions.compose_turn(message)
         session, prompt = turn.session, turn.prompt
         max_len = max_request_len(message, len(prompt), self.sizes, session.capacity)
+        images = self.sessions.images_of(turn, message, self.sizes.vocab_size)
+        self._check_images(message, images)
         self.sessions.hold_turn(turn, message)
-        request = Request(message, self.num_arrived, max_len, prompt=prompt, session=session)
+        request = Request(
+            *(message, self.num_arrived, max_len), prompt=prompt, session=session, images=images
+        )
         return request, turn
+
+    def _check_images(self, message: GenerateRequest, images: Sequence[ImageInput]) -> None:
+        sizes = self.sizes
+        check_images(images, message.logprob_start_len, sizes.image_slots, sizes.max_images)
 
     def _enter_turn(self, turn: ComposedTurn[Request], rid: str) -> None:
         """End the turns that a held turn replaces, and put it into its session."""

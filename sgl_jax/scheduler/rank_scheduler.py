@@ -11,7 +11,7 @@ import numpy as np
 
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.scheduler_args import SchedulerArgs
-from sgl_jax.core.step_plan import Int32Array, RowAdmission
+from sgl_jax.core.step_plan import NO_IMAGES, Int32Array, RowAdmission
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.ledger import audit, audit_slices, check_balance
 from sgl_jax.mem_cache.pages.req_to_token_pool import RowTables
@@ -28,6 +28,7 @@ from sgl_jax.mem_cache.tree.prompt_tree import PromptTree
 from sgl_jax.scheduler.draft_policy import start_drafting
 from sgl_jax.scheduler.forecast.output_lengths import OutputLengths
 from sgl_jax.scheduler.hint_counts import HintCounts
+from sgl_jax.scheduler.image_cache import ImageCache, image_lists
 from sgl_jax.scheduler.rank_offload import RankOffload
 from sgl_jax.scheduler.request import Departed, Request, RequestState
 from sgl_jax.scheduler.running_prompts import RunningPrompts
@@ -59,6 +60,8 @@ class RankScheduler:
         )
         self.host = RankOffload(self.memory, args)
         self.working_set = WorkingSet(self.memory, args.working_set_s, is_on=self.host.tier is None)
+        self._sizes = sizes
+        self.images = self._empty_images()
         self.columns = columns
         self.running = RunningRows(columns)
         self._output_lengths = output_lengths
@@ -89,6 +92,9 @@ class RankScheduler:
         self.unsent_admissions: dict[int, RowAdmission] = {}
         self.prompts = RunningPrompts(self.memory, self.running)
 
+    def _empty_images(self) -> ImageCache:
+        return ImageCache(self._sizes.image_slots, self._sizes.max_chunk_tokens)
+
     @property
     def num_prompt_tokens_left(self) -> int:
         """Return the number of prompt tokens of running requests still to be computed."""
@@ -105,6 +111,7 @@ class RankScheduler:
         """Empty the prefix caches of device and host. No request may run."""
         self.host.reset()
         self.memory.cache.reset()
+        self.images.forget()
         self.departed.clear()  # the caches hold none of their tokens
 
     def check_balance(self) -> None:
@@ -115,6 +122,7 @@ class RankScheduler:
     def audit(self) -> None:
         """Check by a full walk that every page and block has one owner. Raises `LedgerError`."""
         audit(self.memory, self.num_leases)
+        self.images.audit(self.running.active.tolist())
         self.host.audit()
 
     def audit_slices(self) -> Iterator[None]:
@@ -173,11 +181,15 @@ class RankScheduler:
         self.columns.length_class[lease.row] = self._output_lengths.class_of(request)
         self.prompts.enter(lease.row, num_on_tree)
         start_drafting(self.columns, lease.row, self._max_draft_tokens)
+        tokens, images = request.tokens[start:], NO_IMAGES
+        if request.images:
+            tokens = self._with_slots(lease, request, start)
+            images = image_lists(request.images, self._sizes.image_token_side)
         message = request.message
         self.has_agents |= self._expects_returns and request.is_of_agent
         self.unsent_admissions[lease.row] = RowAdmission(
             row=lease.row,
-            tokens=request.tokens[start:],
+            tokens=tokens,
             prompt_len=request.prompt_len,
             sampling=message.sampling,
             seed=request.seed(self._random_seed),
@@ -186,8 +198,26 @@ class RankScheduler:
             logprob_ids=tuple(message.token_ids_logprob),
             logprobs_mode=message.logprobs_mode,
             prompt_logprobs_mode=message.logprobs_mode if message.scores_output else "raw",
+            images=images,
         )
         return lease.row
+
+    def has_images(self, request: Request, cursor: PrefixCursor) -> bool:
+        """Return whether the images that `request` would compute or read are, or fit, in the
+        table of images."""
+        self.images.unpin_computed(self.memory.rows.kv_committed_len)
+        start = self.reusable_len(request, cursor)
+        return self.images.has_room(request.images, request.tokens, start)
+
+    def _with_slots(self, lease: KVLease, request: Request, start: int) -> Int32Array:
+        """Return the tokens from `start` on as the device reads them, see `RowAdmission.images`."""
+        tokens = request.tokens.copy()
+        computed_len = lease.kv_committed_len
+        for first, slots in self.images.pin(
+            lease.row, request.images, request.tokens, computed_len
+        ).items():
+            tokens[first : first + len(slots)] = self._sizes.vocab_size + slots
+        return tokens[start:]
 
     def _take_lease(self, request: Request, kept: KVLease | None) -> tuple[KVLease, int]:
         """Return a lease with the request's available prefix; evict one session if no row is free.
@@ -310,6 +340,8 @@ class RankScheduler:
             "retracted_output_tokens": self.num_retracted_output_tokens,
             "evicted_pages": self.memory.cache.num_evicted,
             "sessions_evicted": self.num_evicted_sessions,
+            "image_encodings": self.images.num_encoded,
+            "image_cache_hits": self.images.num_hits,
             **self._hints.counters(),
             **self.memory.cache.tree.policy.retained_pages,
             **self.host.counters(),
@@ -320,6 +352,7 @@ class RankScheduler:
         for row in self.running.active.tolist():
             self.running.remove(row)
         self.memory.rebuild()
+        self.images = self._empty_images()
         self.host.forget()
         self.unsent_admissions.clear()
         self.prompts.clear()
@@ -338,6 +371,7 @@ class RankScheduler:
         """Keep requests from finding any prefix computed so far, also in host memory."""
         self.host.reset()
         self.memory.cache.withdraw_all()
+        self.images.forget()
         self.departed.clear()  # the caches find none of their tokens
 
     def make_stale(self, row: int) -> bool:
@@ -368,6 +402,7 @@ class RankScheduler:
         request = self.running.request(row)
         tokens: Int32Array = self.running.remove(row)[:num_tokens]
         self.prompts.leave(row)
+        self.images.unpin(row)
         request.tokens = tokens
         assert request.lease is not None, "a running request holds a lease"
         epoch = int(self.memory.rows.epoch[row])

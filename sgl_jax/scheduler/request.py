@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from sgl_jax.core.engine_messages import TokenLogprobs
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.errors import ContextLengthError, InvalidRequestError
+from sgl_jax.core.image_input import ImageInput
 from sgl_jax.core.messages import GenerateRequest, Reuse
 from sgl_jax.core.shares import holder_of
 from sgl_jax.core.step_plan import Int32Array
@@ -46,6 +47,7 @@ class Request:
         "dp_rank",
         "expected",
         "expert_next",
+        "images",
         "is_prompt_told",
         "kept_by",
         "kept_len",
@@ -79,11 +81,13 @@ class Request:
         *,
         prompt: Int32Array | None = None,
         session: Session | None = None,
+        images: tuple[ImageInput, ...] | None = None,
     ) -> None:
-        """Create a waiting request; `prompt`, if given, replaces `message.input_ids`."""
+        """Create a waiting request; `prompt` and `images`, if given, replace the message's."""
         # `tokens` needs a ninth of the memory of a list of objects, which the garbage collector
         # would also scan.
-        self.message = replace(message, input_ids=[])
+        self.message = replace(message, input_ids=[], images=())
+        self.images = message.images if images is None else images
         self.rid = message.rid
         self.arrival = arrival  # order of arrival, kept over retracts
         self.arrived_s = 0.0  # set by the scheduler, as are times of ticks

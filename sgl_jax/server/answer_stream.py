@@ -62,13 +62,13 @@ class StreamGroup:
     def __init__(
         self,
         request: Request,
-        requests: Sequence[GenerateRequest],
+        requests: list[GenerateRequest],
         *,
         streaming: bool | None,
         names: Mapping[str, str],
         kept_tokens: Set[int] = frozenset(),
     ) -> None:
-        """Hold the requests, which start when the block is entered.
+        """Hold the requests, which start when the block is entered; then `requests` is cleared.
 
         Args:
             names: engine field -> the client's name of it, where they differ.
@@ -108,6 +108,7 @@ class StreamGroup:
                 )
                 self.streams.append(stream)
                 await share.pause()
+            self._requests.clear()  # their images are long
         except BaseException:
             self._abandon()
             raise

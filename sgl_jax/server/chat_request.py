@@ -2,10 +2,19 @@
 which the bodies of `/v1/responses` and `/v1/messages` are converted."""
 
 import json
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import SessionId
@@ -90,19 +99,80 @@ ToolChoice = (
     | Annotated[NamedTool | AllowedToolChoice, Field(discriminator="type")]
 )
 MAX_MESSAGES = 16_384
+LOW_DETAIL_PIXELS = 512 * 512
+
+
+IMAGE_URL = "a data URI, or a URL of a domain in --allowed-media-domains"
+Detail = Annotated[
+    Literal["auto", "low", "high", "original"],
+    Field(description=f"low: at most {LOW_DETAIL_PIXELS} pixels after resizing"),
+]
 
 
 class TextPart(MarkedPart):
-    """A piece of a message; images and audio are not supported."""
+    """A piece of a message."""
 
     type: Literal["text"]
     text: str
 
 
+class ImageUrl(Part):
+    url: str = Field(description=IMAGE_URL)
+    detail: Detail = "auto"
+
+
+class ImageForm(MarkedPart):
+    """A part of a message that is an image, in the form of some API."""
+
+    @property
+    @abstractmethod
+    def image(self) -> ImageUrl: ...
+
+
+def _as_url(given: Any) -> Any:
+    return {"url": given} if isinstance(given, str) else given
+
+
+class ImagePart(ImageForm):
+    """An image: PNG, JPEG or WebP."""
+
+    type: Literal["image_url"]
+    image_url: Annotated[ImageUrl, BeforeValidator(_as_url)]
+
+    @property
+    def image(self) -> ImageUrl:
+        return self.image_url
+
+
+def text_or_image(image: str, *texts: str) -> Discriminator:
+    """Choose the model of a part by its `type`: tag `Image` for `image`, and `Text` for `texts`.
+    Error paths omit tags that begin with a capital."""
+
+    def kind_of(part: Any) -> str | None:
+        kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
+        if kind in texts:
+            return "Text"
+        return "Image" if kind == image else None
+
+    return Discriminator(
+        kind_of,
+        custom_error_type="unknown_part",
+        custom_error_message=f"type must be {' or '.join((*texts, image))}",
+    )
+
+
+_ChatPart = Annotated[
+    Annotated[TextPart, Tag("Text")] | Annotated[ImagePart, Tag("Image")],
+    text_or_image("image_url", "text"),
+]
+
+
 class ChatMessage(MarkedPart):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Items[TextPart] | None = Field(
-        default=None, description="may be omitted if there are tool_calls or reasoning_content"
+    content: str | Items[_ChatPart] | None = Field(
+        default=None,
+        description="may be omitted if there are tool_calls or reasoning_content; images: in "
+        "messages of the user and of tools",
     )
     name: str | None = None
     reasoning_content: str | None = None
@@ -117,6 +187,12 @@ class ChatMessage(MarkedPart):
             raise InvalidRequestError("only a tool has a tool_call_id", "tool_call_id")
         if self.content is None and not self.tool_calls and self.reasoning_content is None:
             raise InvalidRequestError("content is missing: it must be a text", "content")
+        if self.role not in ("user", "tool") and images_in(self.content):
+            raise InvalidRequestError(
+                f"a message of the {self.role} has text only: images are in messages of the user "
+                "and of tools",
+                "content",
+            )
         return self
 
     @property
@@ -128,25 +204,52 @@ class ChatMessage(MarkedPart):
     def for_template(self) -> dict[str, Any]:
         """Return the form expected by chat templates; the worker adapts it to the model's template.
 
-        `content` is a string even without content, because many templates concatenate it.
+        `content` is a string even without content, because many templates concatenate it. An image
+        is a part without its source, for which templates write the model's placeholder.
         """
         written = {"content"} if self.tool_calls else {"content", "tool_calls"}
         others = self.model_dump(exclude=written, exclude_none=True)
-        return {"content": content_of(self.content), **others}
+        return {"content": content_of(self.content, for_template=True), **others}
 
 
-def joined_text(content: str | list[Any] | None) -> str:
-    """Return a content's text. Parts, which have a `text` each, are joined by newlines."""
+Content = str | list[Any] | None
+
+
+def images_in(content: Content) -> list[ImageUrl]:
+    if not isinstance(content, list):
+        return []
+    return [part.image for part in content if isinstance(part, ImageForm)]
+
+
+def joined_text(content: Content) -> str:
+    """Return a content's text. Parts, which have a `text` or an image each, are joined by
+    newlines."""
     if isinstance(content, str):
         return content
-    return "\n".join(part.text for part in content or ())
+    return "\n".join(part.text for part in content or () if not isinstance(part, ImageForm))
 
 
-def content_of(content: str | list[Any] | None) -> str | list[dict[str, str]]:
-    """Return a content for chat templates: a string, or a list if it has several parts."""
-    if isinstance(content, list) and len(content) > 1:
-        return [{"type": "text", "text": part.text} for part in content]
-    return joined_text(content)
+def content_of(content: Content, *, for_template: bool = False) -> str | list[dict[str, Any]]:
+    """Return a content of a `ChatMessage`: a string, or a list if it has several parts or an image.
+
+    With `for_template`, images have no source.
+    """
+    if not isinstance(content, list) or (len(content) < 2 and not images_in(content)):
+        return joined_text(content)
+    return [_chat_part(part, for_template=for_template) for part in content]
+
+
+def result_of(content: Content) -> str | list[dict[str, Any]]:
+    """Return the content of a tool's result: a list only if it has an image."""
+    return content_of(content) if images_in(content) else joined_text(content)
+
+
+def _chat_part(part: Any, *, for_template: bool) -> dict[str, Any]:
+    if not isinstance(part, ImageForm):
+        return {"type": "text", "text": part.text}
+    if for_template:
+        return {"type": "image"}
+    return {"type": "image_url", "image_url": part.image.model_dump()}
 
 
 class ChatRequest(GenerationFields):
@@ -208,6 +311,10 @@ class ChatRequest(GenerationFields):
         if self.session_id is not None:
             refuse_several(self.num_choices, "n")
         return self
+
+    @property
+    def images(self) -> list[ImageUrl]:
+        return [image for message in self.messages for image in images_in(message.content)]
 
     @property
     def shown_tools(self) -> list[Tool]:

@@ -2,15 +2,17 @@
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from typing import Any
 
 import msgspec
 from fastapi import Request
 
+from sgl_jax.core.image_input import ImageInput
 from sgl_jax.core.messages import GenerateRequest, SessionTurn
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.server.agent_hints import reuse_of
-from sgl_jax.server.chat_request import ChatRequest
+from sgl_jax.server.chat_request import ChatRequest, ImageUrl
 from sgl_jax.server.errors import client_names
 from sgl_jax.server.fields import RequestFields
 from sgl_jax.server.guards.connection import LoopShare, unless_gone
@@ -21,6 +23,7 @@ from sgl_jax.server.guards.keys import (
     owner_of,
     tenant_of,
 )
+from sgl_jax.server.images import Prompt, decode_images, place_images, settings_of
 from sgl_jax.server.references import References, references_of
 from sgl_jax.server.text_pool import Ids
 from sgl_jax.text.jobs import EncodeChat, EncodeTexts
@@ -55,6 +58,7 @@ async def prompt_requests(
     samplings: Iterable[Iterable[SamplingParams]],
     names: Mapping[str, str],
     *,
+    images: Sequence[tuple[ImageInput, ...]] | None = None,
     turn: SessionTurn | None = None,
     call_token_ids: tuple[int, ...] = (),
     **shared: Any,
@@ -66,6 +70,7 @@ async def prompt_requests(
     Args:
         samplings: for each prompt, the parameters of each choice.
         names: engine field -> the client's name of it, for errors.
+        images: of each prompt, which is then token ids; None: there are none.
         turn: the turn of a session, by the caller's id.
         call_token_ids: as in `Reuse`.
         shared: arguments of `RequestChecks.prepare`, for all requests.
@@ -86,10 +91,11 @@ async def prompt_requests(
         for text in texts:
             checks.check_text(text)
         encoded = iter(await encode_texts(request, texts))
-        for prompt, choices, own in zip(prompts, samplings, options, strict=True):
+        placed = images or [()] * len(prompts)
+        for prompt, pictures, choices, own in zip(prompts, placed, samplings, options, strict=True):
             ids = _unpack(refs, next(encoded)) if isinstance(prompt, str) else prompt
             for sampling in choices:
-                prepared = checks.prepare(ids, sampling, **own, **shared)
+                prepared = checks.prepare(ids, sampling, images=pictures, **own, **shared)
                 _note_clamped(request, sampling, prepared.sampling)
                 requests.append(_in_namespace(prepared, owner))
                 await share.pause()
@@ -129,7 +135,7 @@ async def encode_texts(
         EncodeTexts(piece, refs.limits.text_seconds(sum(map(len, piece))), special)
         for piece in pieces_of(texts)
     ]
-    return await unless_gone(request.receive, refs.texts.run(_client_of(request), jobs))
+    return await unless_gone(request.receive, refs.texts.run(client_of(request), jobs))
 
 
 def pieces_of(texts: Sequence[str]) -> Iterator[list[str]]:
@@ -146,14 +152,43 @@ def pieces_of(texts: Sequence[str]) -> Iterator[list[str]]:
         yield piece
 
 
-async def encode_chat(request: Request, chat: ChatRequest) -> list[int]:
-    """Return the token ids of the conversation. Raises `InvalidRequestError` if it is too long, and
-    `ApiError` if encoding takes too long or the client goes away."""
+async def encode_with_images(
+    request: Request, prompts: Sequence[str | list[int]], images: Sequence[Sequence[ImageUrl]]
+) -> list[Prompt]:
+    """Return each of `prompts` with its `images` in place of the model's placeholders.
+
+    Raises as `encode_texts`, and `InvalidRequestError` if an image is refused.
+    """
+    refs = references_of(request)
+    encoded = iter(await encode_texts(request, [each for each in prompts if isinstance(each, str)]))
+    decoded = iter(await decode_images(request, client_of(request), list(chain(*images))))
+    return [
+        place_images(
+            _unpack(refs, next(encoded)) if isinstance(prompt, str) else prompt,
+            list(islice(decoded, len(own))),
+            settings_of(refs),
+        )
+        for prompt, own in zip(prompts, images, strict=True)
+    ]
+
+
+async def count_chat(request: Request, chat: ChatRequest) -> int:
+    """Return the number of tokens of the conversation. Raises as `encode_chat`."""
+    return len((await encode_chat(request, chat)).input_ids)
+
+
+async def encode_chat(request: Request, chat: ChatRequest) -> Prompt:
+    """Return the token ids and images of the conversation.
+
+    Raises `InvalidRequestError` if it is too long or an image is refused, and `ApiError` if
+    encoding takes too long or the client goes away.
+    """
     refs = references_of(request)
     tools = [tool.model_dump(exclude_none=True) for tool in chat.shown_tools]
     written_tools = msgspec.json.encode(tools or None)
     num_chars = sum(message.num_chars for message in chat.messages) + len(written_tools)
     refs.frontend.checks.check_length(num_chars)
+    settings, urls = settings_of(refs), chat.images
     job = EncodeChat(
         msgspec.json.encode([message.for_template() for message in chat.messages]),
         written_tools,
@@ -163,9 +198,13 @@ async def encode_chat(request: Request, chat: ChatRequest) -> list[int]:
         refs.frontend.facts.max_request_tokens,
         refs.limits.text_seconds(num_chars),
         refs.texts.abilities,
+        None if settings is None else settings.image_token_id,
+        len(urls),
     )
-    (ids,) = await unless_gone(request.receive, refs.texts.run(_client_of(request), [job]))
-    return _unpack(refs, ids)
+    (ids,) = await unless_gone(request.receive, refs.texts.run(client_of(request), [job]))
+    # The images last, so that they are held for a short time.
+    images = await decode_images(request, client_of(request), urls)
+    return place_images(_unpack(refs, ids), images, settings)
 
 
 def _unpack(refs: References, ids: Ids) -> list[int]:
@@ -173,7 +212,7 @@ def _unpack(refs: References, ids: Ids) -> list[int]:
     return ids.tolist()
 
 
-def _client_of(request: Request) -> str:
+def client_of(request: Request) -> str:
     caller = caller_of(request)
     if caller.name != ANONYMOUS.name:
         return caller.name

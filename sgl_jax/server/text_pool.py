@@ -1,4 +1,4 @@
-"""Converts prompts to token ids without blocking the event loop.
+"""Converts prompts to token ids, and image files to pixels, without blocking the event loop.
 
 No work that grows with a client's request runs on the loop, each piece of work has a time limit,
 and clients take turns. The workers are processes (`sgl_jax.text.worker`).
@@ -19,9 +19,10 @@ import msgspec
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.server.errors import ApiError
 from sgl_jax.text.jobs import (
-    LAST_JOB_BYTES,
     LENGTH,
     READY,
+    DecodedImage,
+    DecodeImage,
     EncodeChat,
     EncodeTexts,
     Job,
@@ -31,6 +32,7 @@ from sgl_jax.text.jobs import (
     Refused,
     TokenIds,
     frame,
+    is_last,
 )
 from sgl_jax.text.template_abilities import TemplateAbilities
 from sgl_jax.text.worker_process import TextWorkers
@@ -41,10 +43,20 @@ _NUM_WORKERS = max(2, min(8, (os.cpu_count() or 2) // 2))
 _WORKER_START_S = 60.0  # the tokenizer may still be loading
 _GRACE_S = 5.0  # normally the kernel ends a worker in time; this covers a stopped worker
 _PROBE_S = 10.0  # total for probing a chat template
+# Of decoded images that wait for others of their requests.
+_MAX_PIXEL_BYTES = 2**30
 _MAX_TRIES = 5
 _RETRY_S = 0.05  # the delay grows by this with each try
 Ids: TypeAlias = "array[int]"  # int32: a list takes nine times the memory, and is slow to build
-_Work: TypeAlias = "tuple[Job, asyncio.Future[TokenIds | Probed]]"
+_Done: TypeAlias = TokenIds | DecodedImage | Probed
+_Work: TypeAlias = "tuple[Job, asyncio.Future[_Done]]"
+# What a job does, for the error that it took too long.
+_WORK: dict[type[Job], str] = {
+    EncodeTexts: "the tokenizer",
+    EncodeChat: "the chat template and the tokenizer",
+    ProbeTemplate: "the chat template and the tokenizer",
+    DecodeImage: "decoding an image",
+}
 _decoder = msgspec.msgpack.Decoder(JobAnswer)
 
 
@@ -55,7 +67,8 @@ class TextPool:
         self._workers = workers
         self._queue: FairQueue[_Work] = FairQueue(max_at_once=_NUM_WORKERS - 1)
         self._serving: list[asyncio.Task[None]] = []
-        self.num_open = 0  # requests with prompts being encoded or waiting
+        self.num_open = 0  # requests with prompts or images being converted or waiting
+        self._pixel_bytes = 0  # of images decoded for requests in `num_open`
         self.abilities: TemplateAbilities | None = None  # of the chat template; set by `probe`
 
     def start(self) -> None:
@@ -94,9 +107,14 @@ class TextPool:
         encoded = [answer.ids for answer in answers if isinstance(answer, TokenIds)]
         return [array("i", ids) for each in encoded for ids in each]
 
-    async def _answers(self, client: str, jobs: Sequence[Job]) -> list[TokenIds | Probed]:
+    async def decode(self, client: str, jobs: Sequence[DecodeImage]) -> list[DecodedImage]:
+        """Return each image, as `run` does for texts. Raises as `run` does."""
+        answers = await self._answers(client, jobs)
+        return [answer for answer in answers if isinstance(answer, DecodedImage)]
+
+    async def _answers(self, client: str, jobs: Sequence[Job]) -> list[_Done]:
         loop = asyncio.get_running_loop()
-        answers: list[asyncio.Future[TokenIds | Probed]] = [loop.create_future() for _ in jobs]
+        answers: list[asyncio.Future[_Done]] = [loop.create_future() for _ in jobs]
         self.num_open += 1
         try:
             for job, answer in zip(jobs, answers, strict=True):
@@ -105,7 +123,15 @@ class TextPool:
         finally:
             self.num_open -= 1
             for answer in answers:
+                if answer.done() and not answer.cancelled() and answer.exception() is None:
+                    self._pixel_bytes -= _pixel_bytes_of(answer.result())
                 answer.cancel()
+
+    def _hold(self, answer: _Done) -> None:
+        num_bytes = _pixel_bytes_of(answer)
+        if self._pixel_bytes + num_bytes > _MAX_PIXEL_BYTES:
+            raise ApiError(503, "the server holds too many images", code="too_many_bytes")
+        self._pixel_bytes += num_bytes
 
     async def _serve(self) -> None:
         with contextlib.closing(_Worker(self._workers)) as worker:
@@ -114,6 +140,7 @@ class TextPool:
                 try:
                     result = None if answer.done() else await worker.do(job)
                     if result is not None and not answer.done():
+                        self._hold(result)
                         answer.set_result(result)
                 except Exception as error:
                     if not isinstance(error, (ApiError, InvalidRequestError)):
@@ -124,6 +151,10 @@ class TextPool:
                     self._queue.done(client)
 
 
+def _pixel_bytes_of(answer: _Done) -> int:
+    return len(answer.pixels) if isinstance(answer, DecodedImage) else 0
+
+
 class _Worker:
     """A connection to a worker, opened when there is work and again after the worker has ended."""
 
@@ -131,7 +162,7 @@ class _Worker:
         self._workers = workers
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
-    async def do(self, job: Job) -> TokenIds | Probed:
+    async def do(self, job: Job) -> _Done:
         """Return the worker's answer. Raises `InvalidRequestError` (refused) or `ApiError` 503."""
         data = frame(job)
         for num_tries in range(_MAX_TRIES):
@@ -150,18 +181,17 @@ class _Worker:
                 if start is not None and time.monotonic() - start >= job.seconds:
                     raise ApiError(
                         503,
-                        f"{'' if isinstance(job, EncodeTexts) else 'the chat template and '}the "
-                        f"tokenizer took longer than {job.seconds:.0f} s",
+                        f"{_WORK[type(job)]} took longer than {job.seconds:.0f} s",
                         code="text_timeout",
                     ) from None
                 logger.warning("a text worker ended; starting another one")
                 continue
-            if len(data) >= LAST_JOB_BYTES:
+            if is_last(job, len(data)):
                 self.close()
             if isinstance(answer, Refused):
                 raise InvalidRequestError(answer.message, answer.param, answer.code)
             return answer
-        raise ApiError(503, "the prompt could not be tokenised; try again", code="text_worker")
+        raise ApiError(503, "the prompt could not be encoded; try again", code="text_worker")
 
     async def _connected(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         if self._streams is None:

@@ -8,6 +8,7 @@ import msgspec
 from sgl_jax.core.calls import Done, Forked, RolledBack, SessionEntry, SessionList
 from sgl_jax.core.engine_messages import Reply
 from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.image_input import ImageInput
 from sgl_jax.core.messages import (
     CALL_OF,
     AbortRequest,
@@ -25,6 +26,7 @@ from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import release_idle_lease, roll_back_lease
+from sgl_jax.sessions.images import find_images, known_images
 from sgl_jax.sessions.saving import SavedSession, restore_session, save_session
 from sgl_jax.sessions.store import Session, SessionsFullError, SessionStore
 from sgl_jax.sessions.streaming import StreamingSession, turn_of
@@ -136,7 +138,16 @@ class SessionService(Generic[T]):
         """Record the arrival of a composed turn. It may still be refused, so it closes no session
         and replaces no turn until `enter_turn`."""
         turn.session.hold(message, turn.prompt)
+        self.store.add_images(turn.session, message)
         self._note_turn(turn.session)
+
+    def images_of(
+        self, turn: ComposedTurn[T], message: GenerateRequest, vocab_size: int
+    ) -> tuple[ImageInput, ...]:
+        """Return the images of a composed turn's whole prompt. Raises `InvalidRequestError` if the
+        session lacks one."""
+        known = self.store.images_of(turn.session) | known_images(message)
+        return find_images(turn.prompt, known, vocab_size)
 
     def compose_held(self, request: T) -> ComposedTurn[T]:
         """Return a held turn that can enter its session now. Changes no session. Raises

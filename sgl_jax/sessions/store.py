@@ -11,6 +11,7 @@ from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import ForkSession, GenerateRequest, OpenSession
 from sgl_jax.core.shares import Shares, holder_of, tenant_text
 from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.sessions.images import KnownImages, known_images
 from sgl_jax.sessions.streaming import StreamingSession, turn_of
 from sgl_jax.sessions.tree import RegularSession
 
@@ -65,6 +66,7 @@ class SessionStore:
         self._kept = Shares(max_tokens, share_part)
         self._sessions: dict[str, Session] = {}
         self._num_kept_of: dict[str, int] = {}  # tokens of each session
+        self._images: dict[str, KnownImages] = {}  # of sessions with images
         # Idle sessions without a time-out, by tenant, least recently used first.
         self._idle: defaultdict[str, OrderedDict[str, None]] = defaultdict(OrderedDict)
         self._used_at: dict[str, float] = {}
@@ -143,6 +145,8 @@ class SessionStore:
         replaced = self._place_for(holder, source)
         replaced += self._room_for(holder, num_tokens, num_tokens, source)
         self._add(session.fork(message.new_session_id, holder))
+        if source in self._images:
+            self._images[message.new_session_id] = self._images[source].copy()
         return list(dict.fromkeys(replaced))
 
     def compose_turn(self, message: GenerateRequest) -> tuple[Session, Int32Array, list[str]]:
@@ -170,6 +174,14 @@ class SessionStore:
         session.require_entry(rid)
         num_added = session.num_added(rid)
         return self._room_for(session.holder, num_added, session.num_tokens + num_added)
+
+    def add_images(self, session: Session, message: GenerateRequest) -> None:
+        """Keep the images of a turn for later turns."""
+        if message.images:
+            self._images.setdefault(session.session_id, {}).update(known_images(message))
+
+    def images_of(self, session: Session) -> KnownImages:
+        return self._images.get(session.session_id, {})
 
     def note_use(self, session: Session) -> None:
         """Record the begin or end of a turn. Then closes the session if it is closing and idle."""
@@ -250,6 +262,7 @@ class SessionStore:
         if not self._opened.held_by(session.holder):
             del self._idle[session.holder]
         self._used_at.pop(session_id, None)
+        self._images.pop(session_id, None)
         self._used_since_tick.discard(session_id)
         self._closing.discard(session_id)
         if session.timeout_s is None:

@@ -1,4 +1,4 @@
-"""Jobs for text workers and their results: frames of msgpack on a socket.
+"""Jobs for workers and their results: frames of msgpack on a socket.
 
 A worker sends `READY` once; then each side sends frames in turn. A frame is its length in bytes (4
 bytes, little-endian) followed by that many bytes of msgpack.
@@ -8,6 +8,7 @@ import struct
 
 import msgspec
 
+from sgl_jax.core.image_input import ImageSettings
 from sgl_jax.text.template_abilities import TemplateAbilities
 
 READY = b"+"
@@ -38,6 +39,33 @@ class EncodeChat(msgspec.Struct, frozen=True, tag="chat"):
     max_tokens: int  # limit of a request, named in the error
     seconds: float
     abilities: TemplateAbilities | None = None  # None: the worker finds them
+    image_token_id: int | None = None  # None: the model takes no images
+    num_images: int = 0  # placeholders that the template must write
+
+
+class DecodeImage(msgspec.Struct, frozen=True, kw_only=True, tag="image"):
+    """Decode an image, and resize it for the model.
+
+    Args:
+        name: of the image, for errors.
+        source: a data URI, or base64; "" if there is a `file`.
+        file: its bytes, if they were fetched.
+        settings: of the model's images.
+        vocab_size: of the model.
+        max_area: bounds height * width after resizing, in addition to the settings.
+        max_bytes: limit for the file.
+        max_pixels: limit for height * width in the file.
+    """
+
+    name: str
+    source: str
+    settings: ImageSettings
+    vocab_size: int
+    max_area: int | None
+    max_bytes: int
+    max_pixels: int
+    seconds: float
+    file: bytes = b""
 
 
 class ProbeTemplate(msgspec.Struct, frozen=True, tag="probe"):
@@ -56,16 +84,34 @@ class Probed(msgspec.Struct, frozen=True, tag="probed"):
     abilities: TemplateAbilities
 
 
+class DecodedImage(msgspec.Struct, frozen=True, tag="pixels"):
+    """An image for the model: sides and pixels as in `ImageInput`, and its pseudo-ids (int32)."""
+
+    height: int
+    width: int
+    pixels: bytes
+    ids: bytes
+
+
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """The text cannot be encoded. Has the fields of an `InvalidRequestError`."""
+    """The input cannot be encoded. Has the fields of an `InvalidRequestError`."""
 
     message: str
     param: str | None
     code: str
 
 
-Job = EncodeTexts | EncodeChat | ProbeTemplate
-JobAnswer = TokenIds | Probed | Refused
+Job = EncodeTexts | EncodeChat | DecodeImage | ProbeTemplate
+JobAnswer = TokenIds | DecodedImage | Probed | Refused
+
+
+def is_last(job: Job, num_bytes: int) -> bool:
+    """Return whether a worker ends after `job`, a message of `num_bytes`.
+
+    The next client's text never meets a process that has decoded an image: a file may exploit a
+    defect of the decoders.
+    """
+    return num_bytes >= LAST_JOB_BYTES or isinstance(job, DecodeImage)
 
 
 def frame(message: Job | JobAnswer) -> bytes:

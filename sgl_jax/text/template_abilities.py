@@ -202,13 +202,27 @@ def _with_users_in_results(messages: Messages) -> list[Message]:
     return joined
 
 
-def _joined(messages: Messages) -> str:
-    return "\n\n".join(filter(None, (_text_of(each["content"]) for each in messages)))
+def _joined(messages: Messages) -> Any:
+    contents = [each["content"] for each in messages]
+    if any(map(_has_image, contents)):
+        return [part for content in contents for part in _parts_of(content)]
+    return "\n\n".join(filter(None, map(_text_of, contents)))
+
+
+def _has_image(content: Any) -> bool:
+    return isinstance(content, list) and any(part["type"] == "image" for part in content)
+
+
+def _parts_of(content: Any) -> list[Any]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content or []
 
 
 def _text_of(content: Any) -> Any:
-    """Return a content without a list. None, from a message with calls, stays."""
-    return "\n".join(part["text"] for part in content) if isinstance(content, list) else content
+    """Return a content without a list, unless it has an image. None, from a message with calls,
+    stays."""
+    if not isinstance(content, list) or _has_image(content):
+        return content
+    return "\n".join(part["text"] for part in content)
 
 
 def _formed(render: Render, form: Content) -> Render:
@@ -217,7 +231,7 @@ def _formed(render: Render, form: Content) -> Render:
     def content_of(message: Any) -> Any:
         content = message["content"]
         if form == "parts":
-            return [{"type": "text", "text": content}] if isinstance(content, str) else content
+            return content if content is None else _parts_of(content)
         # Templates that take parts elsewhere write a text next to calls unchanged, and have a
         # different form for a list of results.
         has_text = message["role"] == "tool" or message.get("tool_calls")

@@ -145,6 +145,10 @@ class Tokenizer:
         """Return the ids of the texts that are tokens of their own, special or not."""
         return {text: self._added_tokens[text] for text in texts & self._added_tokens.keys()}
 
+    def text_of(self, token_id: int) -> str:
+        """Return the text of a token as the vocabulary has it; "" if there is none."""
+        return self._backend.id_to_token(token_id) or ""
+
     def check_can_encode(self) -> None:
         """Raise `InvalidRequestError` if the tokenizer cannot encode text."""
         if not self.can_encode:

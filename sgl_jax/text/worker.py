@@ -1,10 +1,10 @@
-"""Tokenizes and writes chat prompts outside the server process, within a time limit.
+"""Tokenizes and writes chat prompts, and decodes images, outside the server process.
 
 `python -m sgl_jax.text.worker FD TOKENIZER_PATH [CHAT_TEMPLATE]` loads the tokenizer once, then
 forks a worker for each socket received over the socket FD. A worker does one job at a time
 (`jobs.py`). If a job exceeds its time limit, the kernel ends the worker, because nothing else can
-stop a template, which is a program, or the tokenizer's native code. After a long text a worker
-ends, which frees its memory. Both are cheap, because a fork is.
+stop a template, which is a program, or native code of the tokenizer and of image decoders. After a
+long text or an image a worker ends, which frees its memory. Both are cheap, because a fork is.
 
 Must never start a thread before it forks.
 """
@@ -12,21 +12,23 @@ Must never start a thread before it forks.
 import gc
 import os
 import resource
+import secrets
 import signal
 import socket
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import msgspec
 
 from sgl_jax.core.errors import ContextLengthError, InvalidRequestError
+from sgl_jax.text.images import decode_image
 from sgl_jax.text.jobs import (
-    LAST_JOB_BYTES,
     LENGTH,
     READY,
+    DecodeImage,
     EncodeChat,
     Job,
     JobAnswer,
@@ -35,6 +37,7 @@ from sgl_jax.text.jobs import (
     Refused,
     TokenIds,
     frame,
+    is_last,
 )
 from sgl_jax.text.tokenizer import Tokenizer
 
@@ -72,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _work(jobs: socket.socket, tokenizer: Tokenizer) -> None:
-    """Do jobs until there are no more, or one was long."""
+    """Do jobs until there are no more, or one is the last."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     most = in_use + _MOST_MEMORY_BYTES
@@ -80,13 +83,13 @@ def _work(jobs: socket.socket, tokenizer: Tokenizer) -> None:
     decoder = msgspec.msgpack.Decoder(Job)
     stream = jobs.makefile("rb")
     jobs.sendall(READY)
-    num_bytes = 0
-    while num_bytes < LAST_JOB_BYTES:
+    is_done = False
+    while not is_done:
         data = _read_frame(stream)
         if data is None:
             return
-        num_bytes = len(data)
         job = decoder.decode(data)
+        is_done = is_last(job, len(data))
         signal.setitimer(signal.ITIMER_REAL, job.seconds)
         answer = frame(_answer(job, tokenizer))
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -97,6 +100,8 @@ def _answer(job: Job, tokenizer: Tokenizer) -> JobAnswer:
     try:
         if isinstance(job, ProbeTemplate):
             return Probed(tokenizer.abilities)
+        if isinstance(job, DecodeImage):
+            return decode_image(job)
         encoded: Iterable[list[int]]
         if isinstance(job, EncodeChat):
             encoded = [_encode_chat(job, tokenizer)]
@@ -109,11 +114,16 @@ def _answer(job: Job, tokenizer: Tokenizer) -> JobAnswer:
 
 
 def _encode_chat(job: EncodeChat, tokenizer: Tokenizer) -> list[int]:
+    guard, parts = secrets.token_hex(8), [job.messages, job.tools, job.template_args]
+    placeholder = "" if job.image_token_id is None else tokenizer.text_of(job.image_token_id)
+    if placeholder:
+        parts = [_guarded(part, placeholder, guard) for part in parts]
+    messages, tools, template_args = map(msgspec.json.decode, parts)
     prompt = tokenizer.render_chat(
-        msgspec.json.decode(job.messages, type=list[dict[str, Any]]),
-        tools=msgspec.json.decode(job.tools),
+        messages,
+        tools=tools,
         continue_final_message=job.continue_final_message,
-        template_args=msgspec.json.decode(job.template_args, type=dict),
+        template_args=template_args,
         abilities=job.abilities,
     )
     if len(prompt) > job.max_chars:
@@ -123,7 +133,27 @@ def _encode_chat(job: EncodeChat, tokenizer: Tokenizer) -> list[int]:
             job.max_tokens,
             "messages",
         )
-    return tokenizer.encode(prompt, add_special_tokens=False)
+    if job.image_token_id is None:
+        return tokenizer.encode(prompt, add_special_tokens=False)
+    pieces = (tokenizer.encode(p, add_special_tokens=False) for p in prompt.split(guard) if p)
+    ids = [token for piece in pieces for token in piece]
+    num_placeholders = ids.count(job.image_token_id)
+    if num_placeholders != job.num_images:
+        raise InvalidRequestError(
+            f"messages: {job.num_images} images were sent, but the model's chat template wrote "
+            f"{num_placeholders}",
+            "messages",
+        )
+    return ids
+
+
+def _guarded(part: bytes, placeholder: str, guard: str) -> bytes:
+    """Return the JSON `part` with `guard` inserted into each text like the placeholder of an image.
+
+    The prompt is split there before it is tokenized, so that the text stays text.
+    """
+    inserted = placeholder[:1] + guard + placeholder[1:]
+    return part.replace(placeholder.encode(), inserted.encode())
 
 
 def _read_frame(stream: BinaryIO) -> bytes | None:

@@ -225,7 +225,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     },
     "/generate": {
         "input_embeds": [[0.5]],
-        "image_data": ["x"],
         "return_flat_raw_top_logprobs": True,
         "background": True,
         "max_thinking_tokens": 5,

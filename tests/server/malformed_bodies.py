@@ -106,12 +106,12 @@ MALFORMED = [
     chat("an unknown field in a message", "messages[0].mood", messages=message(mood="glad")),
     chat(
         "an image",
-        "messages[0].content[0].type",
+        "messages",
         messages=message(content=[{"type": "image_url", "image_url": {"url": "x"}}]),
     ),
     chat(
         "audio",
-        "messages[0].content[1].type",
+        "messages[0].content[1]",
         messages=message(content=[{"type": "text", "text": "hi"}, {"type": "input_audio"}]),
     ),
     chat(

@@ -3,6 +3,9 @@
 from sgl_jax.core.errors import InvalidRequestError, QueueFullError, TenantQueueFullError
 from sgl_jax.core.shares import Shares, Tenant, holder_of, tenant_text
 
+# Of the images of these requests.
+_MAX_PIXEL_BYTES = 2**31
+
 
 class PendingRequests:
     """Requests without any output so far: sent, waiting, or computing their first token.
@@ -17,25 +20,37 @@ class PendingRequests:
         self._num_rows = num_rows
         self._shares = Shares(max_queued + num_rows, share_part, max_queued)
         self._holders: dict[str, str] = {}  # by rid: the tenant charged for the request
+        self._pixel_bytes: dict[str, int] = {}  # by rid, of requests with images
 
-    def add(self, rid: str, tenant: Tenant | None) -> None:
+    def add(self, rid: str, tenant: Tenant | None, pixel_bytes: int = 0) -> None:
         self._holders[rid] = holder_of(tenant)
         self._shares.add(self._holders[rid], 1)
+        if pixel_bytes:
+            self._pixel_bytes[rid] = pixel_bytes
 
     def remove(self, rid: str) -> None:
         """Remove a request at its first output; do nothing afterwards."""
         holder = self._holders.pop(rid, None)
         if holder is not None:
             self._shares.add(holder, -1)
+            self._pixel_bytes.pop(rid, None)
 
-    def check_room(self, num_requests: int, tenant: Tenant | None = None) -> None:
+    def check_room(
+        self, num_requests: int, tenant: Tenant | None = None, pixel_bytes: int = 0
+    ) -> None:
         """Raise if `num_requests` more requests of `tenant` cannot be accepted now.
+
+        `pixel_bytes` is the size of the next one's images.
 
         Raises:
             InvalidRequestError: there are too many of them to be ever accepted together.
-            QueueFullError: the engine's queue is full.
+            QueueFullError: the engine's queue is full, or has too many images.
             TenantQueueFullError: the tenant's share of the queue is full.
         """
+        if pixel_bytes and sum(self._pixel_bytes.values()) + pixel_bytes > _MAX_PIXEL_BYTES:
+            raise QueueFullError(
+                f"the images of waiting requests would exceed {_MAX_PIXEL_BYTES} bytes"
+            )
         holder, num_rows = holder_of(tenant), self._num_rows
         num_held = self._shares.held_by(holder)
         if tenant is not None and tenant.max_queued:

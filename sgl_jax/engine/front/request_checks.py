@@ -12,6 +12,7 @@ import msgspec
 
 from sgl_jax.core.engine_messages import TokenLogprobs
 from sgl_jax.core.errors import ContextLengthError, InvalidRequestError
+from sgl_jax.core.image_input import ImageInput
 from sgl_jax.core.messages import GenerateRequest, SessionTurn
 from sgl_jax.core.request_limits import (
     MAX_PRIORITY,
@@ -28,6 +29,7 @@ from sgl_jax.core.sampling_params import (
     LogprobsMode,
     SamplingParams,
 )
+from sgl_jax.engine.front.image_checks import check_placed, without_images
 from sgl_jax.text.tokenizer import Tokenizer
 
 # Practical upper bound on the factor by which a tokenizer's normalizer shortens a text (composes
@@ -49,6 +51,11 @@ class EngineFacts(NamedTuple):
     page_size: int
     num_layers: int
     experts_per_token: int  # 0 in a dense model
+    # Of images, see `EngineSizes`; 0: none are served.
+    image_slots: int = 0
+    max_images: int = 0
+    max_image_tokens: int = 0
+    image_token_side: int = 1
 
     @classmethod
     def from_info(cls, info: Mapping[str, Any]) -> "EngineFacts":
@@ -155,7 +162,7 @@ class RequestChecks:
         Raises:
             InvalidRequestError: names the invalid field and its allowed values.
         """
-        self._check_prompt(prompt_ids)
+        self._check_prompt(prompt_ids, options.get("images", ()))
         checked = self._checked_sampling(sampling, len(prompt_ids), default_max_new_tokens)
         is_prompt_only = checked.max_new_tokens == 0
         if is_prompt_only:
@@ -247,11 +254,15 @@ class RequestChecks:
         check_between("session_params.offset", turn.offset, -most, most)
         return msgspec.structs.replace(turn, name=rid, bos_token_id=self._tokenizer.bos_token_id)
 
-    def _check_prompt(self, prompt_ids: list[int]) -> None:
+    def _check_prompt(self, prompt_ids: list[int], images: Sequence[ImageInput]) -> None:
         if not prompt_ids:
             raise InvalidRequestError("the prompt is empty", "input_ids")
         self.check_num_tokens(len(prompt_ids))
-        for token in (min(prompt_ids), max(prompt_ids)):
+        texts = prompt_ids
+        if images:
+            check_placed(images, prompt_ids, self._facts)
+            texts = without_images(prompt_ids, images)
+        for token in (min(texts, default=0), max(texts, default=0)):
             if not 0 <= token < self._facts.vocab_size:
                 raise InvalidRequestError(
                     f"the prompt holds token id {token}, outside the vocabulary "

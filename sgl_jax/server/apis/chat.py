@@ -20,6 +20,7 @@ from sgl_jax.server.apis.openai import (
 from sgl_jax.server.chat import AnswerPart, ChatAnswer, PartKind, answer_chat
 from sgl_jax.server.chat_request import ChatRequest
 from sgl_jax.server.guards.bodies import JsonRoute
+from sgl_jax.server.images import ids_for_client
 from sgl_jax.server.references import References, references_of
 from sgl_jax.text.tokenizer import Tokenizer
 
@@ -145,6 +146,7 @@ class ChatFormat(OpenAIFormat):
         answer = ChatAnswer(self._refs, body, stream)
         for _ in answer.feed(chunk):
             pass
+        shows_ids = body.return_prompt_token_ids or body.return_token_ids
         meta_info: MetaInfo | UnsetType = UNSET
         if body.return_meta_info:
             logprobs = native_logprobs(request, self._tokenizer, chunk.logprobs, ())
@@ -154,7 +156,7 @@ class ChatFormat(OpenAIFormat):
             *self._ending(chunk, answer),
             message_of(answer.parts),
             UNSET,
-            request.input_ids if body.return_prompt_token_ids or body.return_token_ids else UNSET,
+            ids_for_client(self._refs, request) if shows_ids else UNSET,
             chunk.token_ids if body.return_token_ids else UNSET,
             meta_info,
         )

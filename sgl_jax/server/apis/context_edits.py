@@ -159,18 +159,19 @@ class ContextManagement(StrictModel):
 async def edited(
     chat: ChatRequest,
     management: ContextManagement,
-    encode: Callable[[ChatRequest], Awaitable[list[int]]],
+    count_tokens: Callable[[ChatRequest], Awaitable[int]],
     max_tokens: int,
 ) -> tuple[ChatRequest, list[dict[str, Any]]]:
     """Return the chat after the edits that apply, and a report of each of them.
 
-    `encode` is called only if an edit has something to clear. If it refuses a prompt as too long,
-    the prompt counts as `max_tokens`, and the reported number of cleared tokens is a lower bound.
+    `count_tokens` is called only if an edit has something to clear. If it refuses a prompt as too
+    long, the prompt counts as `max_tokens`, and the reported number of cleared tokens is a lower
+    bound.
     """
 
     async def count(chat: ChatRequest) -> int:
         try:
-            return len(await encode(chat))
+            return await count_tokens(chat)
         except ContextLengthError:
             return max_tokens
 

@@ -19,12 +19,16 @@ from sgl_jax.server.answer_stream import json_response, named_event
 from sgl_jax.server.apis.context_edits import ContextManagement, edited
 from sgl_jax.server.chat import AnswerPart, NamedEvent, PartsFormat, answer_chat, check_chat
 from sgl_jax.server.chat_request import (
+    IMAGE_URL,
     MAX_MESSAGES,
     ChatRequest,
     FunctionName,
+    ImageForm,
+    ImageUrl,
     ToolList,
     content_of,
-    joined_text,
+    result_of,
+    text_or_image,
 )
 from sgl_jax.server.errors import (
     MESSAGES_PATH,
@@ -39,7 +43,7 @@ from sgl_jax.server.guards.bodies import JsonRoute
 from sgl_jax.server.hint_fields import MarkedPart, longest_mark
 from sgl_jax.server.offered_tools import HostedTool, tool_kind
 from sgl_jax.server.references import References, references_of
-from sgl_jax.server.requests import encode_chat
+from sgl_jax.server.requests import count_chat
 from sgl_jax.server.strict_model import Part, StrictModel
 from sgl_jax.text.call_arguments import readable_part
 
@@ -47,10 +51,36 @@ _MAX_BLOCKS = 16_384
 
 
 class TextBlock(MarkedPart):
-    """A piece of text; images and documents are not supported."""
+    """A piece of text; documents are not supported."""
 
     type: Literal["text"]
     text: str
+
+
+class Base64Source(Part):
+    type: Literal["base64"]
+    media_type: str = Field(description="without effect: the file's first bytes have its format")
+    data: str
+
+    @property
+    def url(self) -> str:
+        return self.data
+
+
+class UrlSource(Part):
+    type: Literal["url"]
+    url: str = Field(description=IMAGE_URL)
+
+
+class ImageBlock(ImageForm):
+    """An image: PNG, JPEG or WebP."""
+
+    type: Literal["image"]
+    source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
+
+    @property
+    def image(self) -> ImageUrl:
+        return ImageUrl(url=self.source.url)
 
 
 class ThinkingBlock(Part):
@@ -70,14 +100,21 @@ class ToolUseBlock(MarkedPart):
 _Text = str | Annotated[Items[TextBlock], Field(max_length=_MAX_BLOCKS)]
 
 
+_Shown = Annotated[
+    Annotated[TextBlock, Tag("Text")] | Annotated[ImageBlock, Tag("Image")],
+    text_or_image("image", "text"),
+]
+
+
 class ToolResultBlock(MarkedPart):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: _Text = ""
+    content: str | Annotated[Items[_Shown], Field(max_length=_MAX_BLOCKS)] = ""
 
 
 Block = Annotated[
-    TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+    TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock,
+    Field(discriminator="type"),
 ]
 
 
@@ -202,21 +239,21 @@ class MessagesBody(CountTokensBody):
 def _chat_messages(message: Message) -> Iterator[dict[str, Any]]:
     """Yield the message as messages of a chat: first each result of a call, then the rest."""
     content = message.content
-    texts, thought, calls = list[TextBlock](), "", []
+    shown, thought, calls = list[TextBlock | ImageBlock](), "", []
     for block in [TextBlock(type="text", text=content)] if isinstance(content, str) else content:
         match block:
-            case TextBlock():
-                texts.append(block)
+            case TextBlock() | ImageBlock():
+                shown.append(block)
             case ThinkingBlock():
                 thought += block.thinking
             case ToolUseBlock():
                 function = {"name": block.name, "arguments": json.dumps(block.input)}
                 calls.append({"id": block.id, "type": "function", "function": function})
             case ToolResultBlock():
-                text = joined_text(block.content)
-                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
-    if texts or thought or calls:
-        own = {"role": message.role, "content": content_of(texts)}
+                result = result_of(block.content)
+                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": result}
+    if shown or thought or calls:
+        own = {"role": message.role, "content": content_of(shown)}
         yield own | {"reasoning_content": thought or None, "tool_calls": calls or None}
 
 
@@ -292,10 +329,10 @@ async def count_tokens(body: CountTokensBody, request: Request) -> Response:
     check_chat(request, chat)
     with client_names(_NAMES):
         if body.context_management is None:
-            return json_response(CountedTokens(len(await encode_chat(request, chat))))
-        original = len(await encode_chat(request, chat))
+            return json_response(CountedTokens(await count_chat(request, chat)))
+        original = await count_chat(request, chat)
         chat, applied = await _edited(request, chat, body.context_management)
-        num_tokens = len(await encode_chat(request, chat)) if applied else original
+        num_tokens = await count_chat(request, chat) if applied else original
     return json_response(CountedTokens(num_tokens, {"original_input_tokens": original}))
 
 
@@ -303,7 +340,7 @@ async def _edited(
     request: Request, chat: ChatRequest, management: ContextManagement
 ) -> tuple[ChatRequest, list[dict[str, Any]]]:
     most = references_of(request).frontend.facts.max_request_tokens
-    return await edited(chat, management, functools.partial(encode_chat, request), most)
+    return await edited(chat, management, functools.partial(count_chat, request), most)
 
 
 # Kind of part -> type of the events that add text to it, and the field with the text.

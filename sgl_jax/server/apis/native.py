@@ -19,6 +19,8 @@ from sgl_jax.server import unserved_fields
 from sgl_jax.server.admin.openapi import answers
 from sgl_jax.server.answer_stream import EVENT, AnswerFormat, StreamGroup, json_response, respond
 from sgl_jax.server.apis.openai import LOWEST_LOGPROB, token_text
+from sgl_jax.server.chat_request import ImageUrl
+from sgl_jax.server.errors import client_names
 from sgl_jax.server.fields import (
     ForEach,
     RequestFields,
@@ -31,8 +33,9 @@ from sgl_jax.server.fields import (
 )
 from sgl_jax.server.guards.bodies import JsonRoute
 from sgl_jax.server.guards.keys import caller_of
+from sgl_jax.server.images import ids_for_client
 from sgl_jax.server.references import References, references_of
-from sgl_jax.server.requests import admit, prompt_requests
+from sgl_jax.server.requests import admit, encode_with_images, prompt_requests
 from sgl_jax.server.strict_model import StrictModel
 from sgl_jax.text.tokenizer import Tokenizer
 
@@ -76,11 +79,19 @@ class NativeSampling(SamplingFields):
     )
 
 
+_Images = str | ForEach[str | ForEach[str] | None]
+
+
 class GenerateBody(RequestFields):
     """Body of `/generate`: `text` or `input_ids`, one prompt or a list."""
 
     text: str | ForEach[str] | None = None
     input_ids: TokenIds | ForEach[TokenIds] | None = None
+    image_data: _Images | None = Field(
+        default=None,
+        description="images of the prompt: data URIs, base64 or URLs, one for each placeholder of "
+        "the model in it; for several prompts a list of each",
+    )
     sampling_params: NativeSampling | ForEach[NativeSampling] | None = None
     return_logprob: bool | ForEach[bool] | None = None
     logprob_start_len: _StartLen | ForEach[_StartLen] | None = Field(
@@ -132,6 +143,22 @@ class GenerateBody(RequestFields):
             refuse_several(len(prompts), self.prompt_field)
             refuse_several(self.num_choices, "sampling_params.n")
         return prompts
+
+    def images(self, num_prompts: int) -> list[list[ImageUrl]]:
+        """Return the images of each prompt. Raises `InvalidRequestError` if the lists of
+        `image_data` do not fit the prompts."""
+        given: Any = self.image_data
+        is_nested = self._is_batch or (
+            isinstance(given, list) and any(isinstance(each, list) for each in given)
+        )
+        sources = for_each("image_data", given if is_nested else [given], num_prompts)
+        lists = [each if isinstance(each, list) else [each] for each in sources]
+        if not all(isinstance(url, str | None) for urls in lists for url in urls):
+            raise InvalidRequestError(
+                "image_data: one prompt has a list of images, and several prompts a list of each",
+                "image_data",
+            )
+        return [[ImageUrl(url=url) for url in urls if url] for urls in lists]
 
     @property
     def prompt_field(self) -> str:
@@ -209,13 +236,20 @@ async def generate(body: GenerateBody, request: Request) -> Response:
     """Continue one or several prompts. The answer to a list is a list."""
     prompts = body.prompts
     admit(request, body, len(prompts) * body.num_choices)
-    names = _SAMPLING_NAMES | {"text": body.prompt_field, "input_ids": body.prompt_field}
+    field = body.prompt_field
+    names = _SAMPLING_NAMES | {"text": field, "input_ids": field, "messages": "image_data"}
+    pictures = None
+    if body.image_data is not None:
+        with client_names(names):
+            placed = await encode_with_images(request, prompts, body.images(len(prompts)))
+        prompts, pictures = [each.input_ids for each in placed], [each.images for each in placed]
     requests = await prompt_requests(
         request,
         body,
         prompts,
         body.samplings(len(prompts)),
         names,
+        images=pictures,
         turn=session_turn(body.session_params),
         default_max_new_tokens=_DEFAULT_MAX_NEW_TOKENS,
         usual_logprobs_mode="scaled",
@@ -243,7 +277,7 @@ class NativeFormat(AnswerFormat):
     unless the request or the server selects increments."""
 
     def __init__(self, refs: References, body: GenerateBody) -> None:
-        self._body = body
+        self._refs, self._body = refs, body
         self._tokenizer = refs.frontend.tokenizer if body.return_text_in_logprobs else None
         self._is_incremental = (
             refs.args.incremental_streaming_output
@@ -256,7 +290,7 @@ class NativeFormat(AnswerFormat):
         if index not in self._answers:
             tail: dict[str, Any] = {"index": index} if self._body.is_list else {}
             if self._body.return_prompt_token_ids:
-                tail["prompt_token_ids"] = stream.request.input_ids
+                tail["prompt_token_ids"] = ids_for_client(self._refs, stream.request)
             self._answers[index] = NativeAnswer(stream, self._tokenizer, tail)
         answer = self._answers[index]
         written = EVENT % answer.write(chunk)

@@ -25,9 +25,13 @@ from sgl_jax.server.chat_request import (
     MAX_MESSAGES,
     CalledFunction,
     ChatRequest,
+    Detail,
+    ImageForm,
+    ImageUrl,
     ToolList,
     content_of,
-    joined_text,
+    result_of,
+    text_or_image,
 )
 from sgl_jax.server.errors import ApiError
 from sgl_jax.server.fields import Items, Metadata, RequestFields, in_range
@@ -51,19 +55,37 @@ Message = dict[str, Any]
 
 
 class InputText(MarkedPart):
-    """A piece of text; images, files and audio are not supported."""
+    """A piece of text; files and audio are not supported."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
 
 
-_Text = str | Items[InputText]
+class InputImage(ImageForm):
+    """An image: PNG, JPEG or WebP."""
+
+    type: Literal["input_image"]
+    image_url: str = Field(
+        description="a data URI, or a URL of a domain in --allowed-media-domains"
+    )
+    detail: Detail = "auto"
+
+    @property
+    def image(self) -> ImageUrl:
+        return ImageUrl(url=self.image_url, detail=self.detail)
+
+
+_Shown = Annotated[
+    Annotated[InputText, Tag("Text")] | Annotated[InputImage, Tag("Image")],
+    text_or_image("input_image", "input_text", "output_text", "text"),
+]
+_Content = str | Items[_Shown]
 
 
 class MessageItem(MarkedPart):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: _Text
+    content: _Content
 
 
 class CallItem(CalledFunction):
@@ -75,7 +97,7 @@ class CallItem(CalledFunction):
 class CallOutputItem(MarkedPart):
     type: Literal["function_call_output"]
     call_id: str
-    output: _Text
+    output: _Content
 
 
 class InputReasoning(StrictModel):
@@ -241,8 +263,8 @@ def messages_of(items: Iterable[Any]) -> list[Message]:
             thought = ""
         match item:
             case CallOutputItem():
-                text = joined_text(item.output)
-                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text})
+                result = result_of(item.output)
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": result})
             case MessageItem(role="assistant"):
                 messages.append(_assistant(content_of(item.content), thought))
             case MessageItem():

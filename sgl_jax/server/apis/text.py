@@ -17,6 +17,7 @@ from sgl_jax.server.chat_request import ChatMessage, ChatRequest, Tool, ToolList
 from sgl_jax.server.fields import ForEach, Items, TokenIds
 from sgl_jax.server.guards.bodies import JsonRoute
 from sgl_jax.server.guards.connection import LoopShare
+from sgl_jax.server.images import ids_for_client
 from sgl_jax.server.references import References, references_of
 from sgl_jax.server.requests import encode_chat, encode_texts
 from sgl_jax.server.strict_model import StrictModel
@@ -107,7 +108,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
             chat_template_kwargs=body.chat_template_kwargs,
             tools=body.tools,
         )
-        ids = [await encode_chat(request, chat)]
+        ids = [ids_for_client(refs, await encode_chat(request, chat))]
     else:
         texts = body.prompt if isinstance(body.prompt, list) else [body.prompt or ""]
         special = body.add_special_tokens is not False

@@ -65,7 +65,8 @@ class Limits:
     max_chat_body_bytes: int = _limit(
         ServerArgs.max_body_bytes,
         "bytes of a body of `/v1/chat/completions`, `/v1/responses` and `/v1/messages` (413): 1 "
-        "MiB and 6 for each of `max_prompt_chars`, at most `max_body_bytes`",
+        "MiB and 6 for each of `max_prompt_chars`, at most `max_body_bytes`; if the model takes "
+        "images, `max_body_bytes`",
     )
     max_weight_body_bytes: int = _limit(
         128 * _MIB, "bytes of a body of `/update_weights_from_tensor` (413)"
@@ -84,6 +85,14 @@ class Limits:
         "characters of a prompt, before and after the chat template (400): 65,536 and 16 for each "
         "token that a request may have",
     )
+    max_images: int = _limit(64, "images of a request (400)")
+    max_image_bytes: int = _limit(20 * _MIB, "bytes of an image's file (400)")
+    max_image_pixels: int = _limit(
+        64_000_000, "pixels of an image, by the header of its file, before it is decoded (400)"
+    )
+    image_timeout_s: float = _limit(
+        10.0, "seconds to decode and resize an image (503), and to fetch it (400)"
+    )
     max_stored_responses: int = _limit(
         1024,
         "responses that are kept for later requests; with more, the oldest of the key with most "
@@ -99,19 +108,22 @@ class Limits:
     )
 
     @classmethod
-    def of(cls, args: ServerArgs, max_prompt_chars: int = _MIB) -> "Limits":
+    def of(
+        cls, args: ServerArgs, max_prompt_chars: int = _MIB, *, takes_images: bool = False
+    ) -> "Limits":
         """Return the limits of a server with these settings, for a model with this prompt limit.
 
         Limits of connections are the same for every model.
         """
+        chat_bytes = _MIB + _MOST_BYTES_PER_CHAR * max_prompt_chars
         return cls(
             max_connections=args.max_connections,
             receive_timeout_s=args.receive_timeout,
             keep_alive_timeout_s=args.keep_alive_timeout,
             max_body_bytes=args.max_body_bytes,
-            max_chat_body_bytes=min(
-                args.max_body_bytes, _MIB + _MOST_BYTES_PER_CHAR * max_prompt_chars
-            ),
+            max_chat_body_bytes=args.max_body_bytes
+            if takes_images
+            else min(args.max_body_bytes, chat_bytes),
             max_control_body_bytes=min(args.max_body_bytes, cls.max_control_body_bytes),
             max_prompt_chars=max_prompt_chars,
         )

@@ -1,0 +1,226 @@
+"""Make the golden data of tests/golden/vision: tiny random models with images in transformers.
+
+Needs torch and transformers (never a dependency of the package):
+
+    python scripts/make_vision_golden.py tests/golden/vision [NAME ...]
+
+For each model, or those named, it writes a Hugging Face folder and `golden.npz` with, in float32,
+    pixels_I [h, w, 3]       image I, uint8
+    vectors_I [n, width]     the vector of each of its tokens, then those added after layers
+and for each chat of `CHATS`
+    CHAT_prompt [n]          token ids, with a placeholder for each token of an image
+    CHAT_images [m]          the images in the prompt
+    CHAT_greedy [k]          the tokens that greedy decoding appends
+    CHAT_logits [k, V]       the logits from which each of them was chosen
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from make_golden import HYBRID, SHARED_EXPERT, randomise
+from transformers import (
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+)
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForConditionalGeneration
+from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeConfig
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeForConditionalGeneration
+
+GREEDY_TOKENS = 12
+IMAGE, START, END, VIDEO = 240, 241, 242, 243
+TOKENS = {
+    "image_token_id": IMAGE,
+    "vision_start_token_id": START,
+    "vision_end_token_id": END,
+    "video_token_id": VIDEO,
+}
+PATCH, MERGE = 4, 2
+# Sides in patches; wide, high, and the size of the learned grid.
+IMAGES = ((4, 10), (12, 6), (6, 6))
+# Texts of so many tokens, and images by number between them.
+CHATS = {
+    "single": (9, 0, 14),
+    "several": (5, 1, 3, 0, 11, 2, 8),
+    "second": (9, 0, 14, "answer", 10, 2, 6),  # continues the first
+}
+TOWER = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_heads": 2,
+    "patch_size": PATCH,
+    "spatial_merge_size": MERGE,
+    "num_position_embeddings": 36,
+    "out_hidden_size": 32,
+}
+TEXT = {
+    "vocab_size": 250,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,
+    "eos_token_id": 249,
+    "bos_token_id": 248,
+    "pad_token_id": 0,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 100.0,
+        "mrope_section": [4, 2, 2],
+        "mrope_interleaved": True,
+    },
+}
+MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+HYBRID_TEXT = HYBRID | {
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 100.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 2, 2],
+        "mrope_interleaved": True,
+    },
+}
+DEEP = {"deepstack_visual_indexes": [0, 2]}
+MODELS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig]] = {
+    "qwen3_vl": (
+        Qwen3VLForConditionalGeneration,
+        Qwen3VLConfig(
+            text_config=dict(TEXT), vision_config=TOWER | DEEP, tie_word_embeddings=True, **TOKENS
+        ),
+    ),
+    "qwen3_vl_moe": (
+        Qwen3VLMoeForConditionalGeneration,
+        Qwen3VLMoeConfig(
+            text_config=TEXT | MOE,
+            vision_config=TOWER | DEEP,
+            tie_word_embeddings=False,
+            **TOKENS,
+        ),
+    ),
+    "qwen3_5": (
+        Qwen3_5ForConditionalGeneration,
+        Qwen3_5Config(
+            text_config=dict(HYBRID_TEXT), vision_config=TOWER, tie_word_embeddings=False, **TOKENS
+        ),
+    ),
+    "qwen3_5_moe": (
+        Qwen3_5MoeForConditionalGeneration,
+        Qwen3_5MoeConfig(
+            text_config=HYBRID_TEXT | SHARED_EXPERT,
+            vision_config=TOWER,
+            tie_word_embeddings=False,
+            **TOKENS,
+        ),
+    ),
+}
+PREPROCESSOR = {
+    "size": {"shortest_edge": 64, "longest_edge": 65536},
+    "patch_size": PATCH,
+    "temporal_patch_size": 2,
+    "merge_size": MERGE,
+    "image_mean": [0.5, 0.4, 0.6],
+    "image_std": [0.5, 0.25, 0.3],
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+}
+
+
+def patches_of(pixels: np.ndarray) -> torch.Tensor:
+    """Return the normalized patches [N, 3 * 2 * PATCH * PATCH] in the order of tokens."""
+    mean, std = (np.array(PREPROCESSOR[f"image_{name}"]) for name in ("mean", "std"))
+    values = torch.tensor((pixels / 255 - mean) / std, dtype=torch.float32).permute(2, 0, 1)
+    side, (rows, columns) = PATCH * MERGE, (n // (PATCH * MERGE) for n in pixels.shape[:2])
+    assert (rows * side, columns * side) == pixels.shape[:2]
+    cut = values.reshape(3, rows, MERGE, PATCH, columns, MERGE, PATCH)
+    cut = cut.permute(1, 4, 2, 5, 0, 3, 6)  # rows, columns, in the token, channels, in the patch
+    frames = cut.reshape(-1, 3, 1, PATCH, PATCH).expand(-1, -1, 2, -1, -1)
+    return frames.reshape(len(frames), -1)
+
+
+def image_arguments(images: list[np.ndarray]) -> dict[str, torch.Tensor]:
+    grids = [[1, h // PATCH, w // PATCH] for h, w, _ in (pixels.shape for pixels in images)]
+    return {
+        "pixel_values": torch.cat([patches_of(pixels) for pixels in images]),
+        "image_grid_thw": torch.tensor(grids),
+    }
+
+
+@torch.no_grad()
+def continued(
+    model: PreTrainedModel, prompt: list[int], images: list[np.ndarray]
+) -> tuple[list[int], torch.Tensor]:
+    tokens, logits, given = torch.tensor(prompt), [], image_arguments(images)
+    for _ in range(GREEDY_TOKENS):
+        kinds = (tokens == IMAGE).int()
+        model.model.rope_deltas = None
+        last = model(tokens[None], mm_token_type_ids=kinds[None], use_cache=False, **given)
+        logits.append(last.logits[0, -1].float())
+        tokens = torch.cat([tokens, logits[-1].argmax()[None]])
+    return tokens[len(prompt) :].tolist(), torch.stack(logits)
+
+
+@torch.no_grad()
+def make(folder: Path, kind: type[PreTrainedModel], config: PretrainedConfig, seed: int) -> None:
+    torch.manual_seed(seed)
+    model = kind(config).eval().float()
+    randomise(model)
+    model.save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)
+    (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR, indent=2) + "\n")
+    random = np.random.default_rng(seed)
+    images = [
+        random.integers(0, 256, (PATCH * rows, PATCH * columns, 3), np.uint8)
+        for rows, columns in IMAGES
+    ]
+    saved: dict[str, np.ndarray] = {}
+    for number, pixels in enumerate(images):
+        given = image_arguments([pixels])
+        made = model.model.visual(given["pixel_values"], grid_thw=given["image_grid_thw"])
+        further = getattr(made, "deepstack_features", None) or []
+        saved[f"pixels_{number}"] = pixels
+        saved[f"vectors_{number}"] = torch.cat([made.pooler_output, *further], dim=-1).numpy()
+    answer: list[int] = []
+    for name, parts in CHATS.items():
+        prompt, used, texts = [], [], np.random.default_rng(seed + 100)  # chats begin alike
+        is_text = True
+        for part in parts:
+            if part == "answer":
+                prompt += answer
+            elif is_text:
+                prompt += texts.integers(1, IMAGE, part).tolist()
+            else:
+                height, width, _ = images[part].shape
+                count = height * width // (PATCH * MERGE) ** 2
+                prompt += [START, *[IMAGE] * count, END]
+                used.append(part)
+            is_text = part == "answer" or not is_text
+        greedy, logits = continued(model, prompt, [images[number] for number in used])
+        answer = greedy if name == "single" else answer
+        saved[f"{name}_prompt"] = np.array(prompt, np.int32)
+        saved[f"{name}_images"] = np.array(used, np.int32)
+        saved[f"{name}_greedy"] = np.array(greedy, np.int32)
+        saved[f"{name}_logits"] = logits.numpy()
+    np.savez_compressed(folder / "golden.npz", **saved)
+
+
+def main() -> None:
+    root, names = Path(sys.argv[1]), sys.argv[2:] or MODELS
+    for seed, (name, (kind, config)) in enumerate(MODELS.items()):
+        if name in names:
+            make(root / name, kind, config, seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""The images in the histories of sessions.
+
+A history has only their tokens. The pixels are kept as long as the session: its rows in the prefix
+cache may be evicted, and are then computed again.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.image_input import ImageInput
+from sgl_jax.core.messages import GenerateRequest
+from sgl_jax.core.step_plan import Int32Array
+
+# The tokens of an image, and the image, by its first token.
+KnownImages = dict[int, tuple[Int32Array, ImageInput]]
+
+
+def known_images(message: GenerateRequest) -> KnownImages:
+    """Return the images of a turn's own prompt."""
+    ids = np.array(message.input_ids if message.images else (), np.int32)
+    return {
+        int(ids[image.start]): (ids[image.start : image.start + image.num_tokens], image)
+        for image in message.images
+    }
+
+
+def find_images(prompt: Int32Array, known: KnownImages, vocab_size: int) -> tuple[ImageInput, ...]:
+    """Return the images of a whole prompt, with their places in it.
+
+    Raises `InvalidRequestError` if one is not known: a saved session has no pixels.
+    """
+    return tuple(_found(prompt, known, vocab_size))
+
+
+def _found(prompt: Int32Array, known: KnownImages, vocab_size: int) -> Iterable[ImageInput]:
+    end = 0
+    for start in np.flatnonzero(prompt >= vocab_size).tolist():
+        if start < end:
+            continue
+        found = known.get(int(prompt[start]))
+        if found is None or not np.array_equal(prompt[start : start + len(found[0])], found[0]):
+            raise InvalidRequestError(
+                "the session's history has an image that is no longer there: open a new session "
+                "with the whole conversation",
+                "session_params",
+            )
+        image = found[1]
+        end = start + image.num_tokens
+        yield ImageInput(
+            start=start,
+            num_tokens=image.num_tokens,
+            height=image.height,
+            width=image.width,
+            pixels=image.pixels,
+        )
