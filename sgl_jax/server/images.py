@@ -8,8 +8,9 @@ import msgspec
 import numpy as np
 from fastapi import Request
 
+from sgl_jax.core import image_input
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.image_input import ImageInput, ImageSettings
+from sgl_jax.core.image_input import FittedImage, ImageInput, ImageSettings
 from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.server.chat_request import LOW_DETAIL_PIXELS, ImageUrl
@@ -30,7 +31,7 @@ class Prompt(NamedTuple):
 
 def settings_of(refs: References) -> ImageSettings | None:
     """Return what the model's images must be like; None if it takes none."""
-    given: Any = refs.engine_info.get("image_settings")
+    given: Any = refs.engine_info.get("images")
     return None if given is None else _settings(msgspec.json.encode(given))
 
 
@@ -51,13 +52,19 @@ async def decode_images(
     if not images:
         return []
     refs = references_of(request)
-    settings, limits = settings_of(refs), refs.limits
+    settings, most = settings_of(refs), refs.frontend.facts.max_images
     if settings is None:
-        reason = f"the model {refs.model_name!r} takes no images, only text"
-        raise InvalidRequestError(f"messages: {reason}", "messages", "unsupported_images")
-    if len(images) > limits.max_images:
-        reason = f"{len(images)} images, at most {limits.max_images} are taken"
-        raise InvalidRequestError(f"messages: {reason}", "messages")
+        raise InvalidRequestError(
+            f"messages: {refs.model_name!r} takes no images: that needs a model with a vision "
+            "tower, and --enable-multimodal",
+            "messages",
+            "unsupported_images",
+        )
+    if len(images) > most:
+        raise InvalidRequestError(
+            f"messages: {len(images)} images, at most {most} are taken (--max-images-per-request)",
+            "messages",
+        )
     named = [(f"image {n}" if len(images) > 1 else "the image") for n in range(1, len(images) + 1)]
 
     async def decode() -> list[DecodedImage]:
@@ -106,35 +113,20 @@ def place_images(
 ) -> Prompt:
     """Replace each placeholder in `ids` by the pseudo-ids of the next image.
 
-    Raises:
-        InvalidRequestError: there are more or fewer placeholders than images.
+    Raises `InvalidRequestError` unless there are as many placeholders as images.
     """
     if settings is None or not images:
         return Prompt(ids)
-    num_places = ids.count(settings.image_token_id)
-    if num_places != len(images):
-        raise InvalidRequestError(
-            f"messages: {len(images)} images need as many placeholders (token "
-            f"{settings.image_token_id}) in the prompt, which has {num_places}",
-            "messages",
+    fitted = [
+        FittedImage(
+            image.height, image.width, image.pixels, np.frombuffer(image.ids, np.int32).tolist()
         )
-    placed, inputs, begin = list[int](), list[ImageInput](), 0
-    for image in images:
-        at = ids.index(settings.image_token_id, begin)
-        placed += ids[begin:at]
-        own = np.frombuffer(image.ids, np.int32).tolist()
-        inputs.append(
-            ImageInput(
-                start=len(placed),
-                num_tokens=len(own),
-                height=image.height,
-                width=image.width,
-                pixels=image.pixels,
-            )
-        )
-        placed += own
-        begin = at + 1
-    return Prompt(placed + ids[begin:], tuple(inputs))
+        for image in images
+    ]
+    try:
+        return Prompt(*image_input.place_images(ids, fitted, settings.image_token_id))
+    except InvalidRequestError as error:
+        raise InvalidRequestError(str(error), "messages") from error
 
 
 def ids_for_client(refs: References, prompt: Prompt | GenerateRequest) -> list[int]:

@@ -31,7 +31,8 @@ class SeeingEngine(ScriptedEngine):
     @property
     def info(self) -> dict[str, Any]:
         settings = image_settings(Tokenizer.load(self.tokenizer_folder))
-        return {**super().info, "image_settings": msgspec.to_builtins(settings)}
+        limits = {"max_images": 5, "max_image_tokens": 64, "image_token_side": 32}
+        return {**super().info, **limits, "images": msgspec.to_builtins(settings)}
 
 
 @pytest.fixture(scope="module")
@@ -269,8 +270,8 @@ async def test_the_limits_name_the_field(seeing: Rig) -> None:
     assert (error["param"], error["code"]) == ("messages", "invalid_image")
     error = await refusal([part("https://example.com/a.png")])
     assert "--allowed-media-domains" in error["message"]
-    error = await refusal([part(RED_URI)] * 129)
-    assert "at most 128" in error["message"]
+    error = await refusal([part(RED_URI)] * 6)
+    assert "at most 5" in error["message"]
     for role in ("system", "assistant"):
         chat = [{"role": role, "content": [part(RED_URI)]}]
         error = await refusal(chat, messages=chat)
@@ -284,7 +285,7 @@ async def test_the_limits_name_the_field(seeing: Rig) -> None:
     assert error["param"] == "messages[0].content[0].text"
     answer = await post(seeing, "/generate", 400, text="hi", image_data=[RED_URI])
     assert answer["error"]["param"] == "image_data"
-    assert "which has 0" in answer["error"]["message"]
+    assert "0 placeholders" in answer["error"]["message"]
     mixed = {"text": PAD, "image_data": [RED_URI, [RED_URI]]}
     answer = await post(seeing, "/generate", 400, **mixed)
     assert answer["error"]["param"] == "image_data"

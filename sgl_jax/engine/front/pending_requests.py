@@ -3,7 +3,6 @@
 from sgl_jax.core.errors import InvalidRequestError, QueueFullError, TenantQueueFullError
 from sgl_jax.core.shares import Shares, Tenant, holder_of, tenant_text
 
-
 # Of the images of these requests.
 _MAX_PIXEL_BYTES = 2**31
 
