@@ -91,33 +91,33 @@ def image_token_ids(
 
 
 def place_images(
-    prompt_ids: Sequence[int], images: Sequence[FittedImage], image_token_id: int
+    prompt_ids: list[int], images: Sequence[FittedImage], image_token_id: int, param: str
 ) -> tuple[list[int], tuple[ImageInput, ...]]:
-    """Return a prompt with each placeholder replaced by the next image's tokens, and its images.
+    """Return a prompt with each placeholder replaced by the tokens of the next image, and the
+    images in it.
 
-    Raises `InvalidRequestError` unless there are as many placeholders as images.
+    Raises `InvalidRequestError`, naming `param`, unless there are as many placeholders as images.
     """
-    num_places = sum(token == image_token_id for token in prompt_ids)
+    num_places = prompt_ids.count(image_token_id)
     if num_places != len(images):
         raise InvalidRequestError(
-            f"the prompt has {num_places} placeholders of images, and there are {len(images)} "
-            "images",
-            "images",
+            f"{param}: {len(images)} images need as many placeholders (token {image_token_id}) in "
+            f"the prompt, which has {num_places}",
+            param,
         )
-    placed, inputs, following = list[int](), list[ImageInput](), iter(images)
-    for token in prompt_ids:
-        if token != image_token_id:
-            placed.append(token)
-            continue
-        own = next(following)
+    placed, inputs, begin = list[int](), list[ImageInput](), 0
+    for image in images:
+        at = prompt_ids.index(image_token_id, begin)
+        placed += prompt_ids[begin:at]
         inputs.append(
             ImageInput(
                 start=len(placed),
-                num_tokens=len(own.token_ids),
-                height=own.height,
-                width=own.width,
-                pixels=own.pixels,
+                num_tokens=len(image.token_ids),
+                height=image.height,
+                width=image.width,
+                pixels=image.pixels,
             )
         )
-        placed += own.token_ids
-    return placed, tuple(inputs)
+        placed += image.token_ids
+        begin = at + 1
+    return placed + prompt_ids[begin:], tuple(inputs)

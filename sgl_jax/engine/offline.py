@@ -112,9 +112,9 @@ class Engine:
             progress: show a progress bar; None shows it for many prompts on a terminal.
             options: `rid`, `return_logprob`, `top_logprobs_num`, `token_ids_logprob`,
                 `logprob_start_len`, `logprobs_mode`, `dp_rank`, `return_routed_experts`.
-                `image_data`: with a single prompt, an image or a list of them, uint8 arrays
-                [height, width, 3]; else a list with the images of each prompt. They replace the
-                prompt's placeholders in order.
+                `image_data`: with a single prompt, an image or a list of them, Pillow's or uint8
+                arrays [height, width, 3]; else a list with the images of each prompt. They replace
+                the prompt's placeholders in order.
                 One value or a list with one per prompt: `priority`, `routed_experts_start_len`, and
                 `extra_key` or `cache_salt` (a namespace of cached prefixes). With a single prompt:
                 `session_params`, a `SessionTurn` or a mapping of its fields (`{"id": ...}`). With

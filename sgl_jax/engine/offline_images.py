@@ -5,45 +5,46 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from PIL import Image
 
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.image_input import (
-    FittedImage,
-    ImageInput,
-    ImageSettings,
-    image_token_ids,
-    place_images,
-)
+from sgl_jax.core.image_input import FittedImage, ImageInput, ImageSettings, place_images
+from sgl_jax.text.images import fit_image
+
+_PARAM = "image_data"
 
 
 def with_images(
-    prompt_ids: Sequence[int], given: Sequence[Any], info: dict[str, Any]
+    prompt_ids: list[int], given: Sequence[Any], info: dict[str, Any]
 ) -> tuple[list[int], tuple[ImageInput, ...]]:
     """Return a prompt with the tokens of its images in place of their placeholders, and the images.
 
-    `given` are uint8 arrays [height, width, 3]; `info` is the engine's. Raises
+    `given` are Pillow's images or uint8 arrays [height, width, 3]; `info` is the engine's. Raises
     `InvalidRequestError`.
     """
     if info["images"] is None:
         raise InvalidRequestError(
             "this engine takes no images: it needs enable_multimodal=True and a model with a "
             "vision tower",
-            "image_data",
+            _PARAM,
         )
     settings = msgspec.convert(info["images"], ImageSettings)
-    fitted = [_fitted(image, settings, info["vocab_size"]) for image in given]
-    return place_images(prompt_ids, fitted, settings.image_token_id)
+    fitted = list[FittedImage]()
+    for image in given:
+        own = fit_image(_as_image(image), settings, info["vocab_size"])
+        ids = np.frombuffer(own.ids, np.int32).tolist()
+        fitted.append(FittedImage(own.height, own.width, own.pixels, ids))
+    return place_images(prompt_ids, fitted, settings.image_token_id, _PARAM)
 
 
-def _fitted(image: Any, settings: ImageSettings, vocab_size: int) -> FittedImage:
-    pixels = np.asarray(image)
-    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
+def _as_image(given: Any) -> Image.Image:
+    if isinstance(given, Image.Image):
+        return given
+    pixels = np.asarray(given)
+    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or not pixels.size:
         raise InvalidRequestError(
-            "an image must be uint8 [height, width, 3], got "
+            "an image is one of Pillow, or uint8 [height, width, 3]; got "
             f"{pixels.dtype.name} {list(pixels.shape)}",
-            "image_data",
+            _PARAM,
         )
-    height, width, _ = pixels.shape
-    data, num_tokens = pixels.tobytes(), settings.num_tokens(height, width)
-    ids = image_token_ids(height, width, data, num_tokens, vocab_size)
-    return FittedImage(height, width, data, ids)
+    return Image.fromarray(pixels)

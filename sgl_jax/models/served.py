@@ -12,16 +12,19 @@ from sgl_jax.models.eagle3_config import with_eagle3_head
 from sgl_jax.models.vision_config import read_vision
 
 
-def served_config(config: ModelConfig, args: ServerArgs) -> ModelConfig:
+def served_config(config: ModelConfig, args: ServerArgs, source: Path | None = None) -> ModelConfig:
     """Return `config` for the context of `args`, quantized at load and with a draft layer or a
     vision tower if they say so.
+
+    `source` is the folder or file of `config`; None: it is `args.model_path`.
 
     Raises ModelConfigError if this is not possible.
     """
     config = config.for_context(args.context_length or config.max_position_embeddings)
     config = config.quantized(args.quantization)
     if args.enable_multimodal:
-        config = replace(config, vision=read_vision(Path(args.model_path), config.hidden_size))
+        source = Path(args.model_path) if source is None else source
+        config = replace(config, vision=read_vision(source, config.hidden_size))
     if args.speculative_draft_model_path:
         return with_eagle3_head(config, Path(args.speculative_draft_model_path))
     return config.drafting() if args.has_draft_layer else config

@@ -23,6 +23,7 @@ SERVER_SETTINGS = (
     *("page_size", "mem_fraction_static", "max_total_tokens", "swa_full_tokens_ratio"),
     *("enable_hierarchical_cache", "hicache_ratio", "hicache_size"),
     *("max_running_requests", "chunked_prefill_size"),
+    *("enable_multimodal", "image_cache_size", "max_images_per_request"),
     *("speculative_algorithm", "speculative_num_draft_tokens", "speculative_draft_model_path"),
 )
 _MODELS = Path(__file__).parent / "models"
@@ -62,14 +63,19 @@ def known_models() -> list[str]:
 def read_config(model_path: str) -> ModelConfig:
     """Return the config of a model folder, a config.json, a GGUF file, or a known model. Raises
     ValueError if there is none, or the model is not supported."""
+    return ModelConfig.from_path(config_path(model_path))
+
+
+def config_path(model_path: str) -> Path:
+    """Return the folder or the config.json of a model, see `read_config`."""
     if model_path in known_models():
-        return ModelConfig.from_path(_MODELS / f"{model_path}.json")
+        return _MODELS / f"{model_path}.json"
     if not Path(model_path).exists():
         known = ", ".join(known_models())
         raise ModelConfigError(
             f"--model-path {model_path!r} is no folder, no file, and none of {known}"
         )
-    return ModelConfig.from_path(model_folder(model_path))
+    return Path(model_folder(model_path))
 
 
 def parse_plan_request(argv: Sequence[str] | None = None) -> PlanRequest:
@@ -123,7 +129,7 @@ def parse_plan_request(argv: Sequence[str] | None = None) -> PlanRequest:
         args = ServerArgs(**{name: getattr(words, name) for name in SERVER_SETTINGS})
         if not words.sweep:
             topology.check_mesh(args.dp_size, args.tp_size)
-        config = served_config(read_config(args.model_path), args)
+        config = served_config(read_config(args.model_path), args, config_path(args.model_path))
         workload = Workload(words.input_len, words.output_len)
         limit = args.context_length or config.max_position_embeddings
         if workload.tokens > limit:

@@ -40,20 +40,10 @@ def _settings(given: bytes) -> ImageSettings:
     return msgspec.json.decode(given, type=ImageSettings)
 
 
-async def decode_images(
-    request: Request, client: str, images: Sequence[ImageUrl]
-) -> list[DecodedImage]:
-    """Return all images of a request for the model, decoded by workers.
-
-    Raises:
-        InvalidRequestError: the model takes no images, or one cannot be decoded.
-        ApiError: decoding took too long, or the client went away.
-    """
-    if not images:
-        return []
-    refs = references_of(request)
-    settings, most = settings_of(refs), refs.frontend.facts.max_images
-    if settings is None:
+def check_images(refs: References, images: Sequence[ImageUrl]) -> None:
+    """Raise `InvalidRequestError` if the model does not take so many images, or any."""
+    most = refs.frontend.facts.max_images
+    if images and settings_of(refs) is None:
         raise InvalidRequestError(
             f"messages: {refs.model_name!r} takes no images: that needs a model with a vision "
             "tower, and --enable-multimodal",
@@ -65,6 +55,21 @@ async def decode_images(
             f"messages: {len(images)} images, at most {most} are taken (--max-images-per-request)",
             "messages",
         )
+
+
+async def decode_images(
+    request: Request, client: str, images: Sequence[ImageUrl]
+) -> list[DecodedImage]:
+    """Return all images of a request for the model, decoded by workers. `check_images` comes first.
+
+    Raises:
+        InvalidRequestError: one cannot be fetched or decoded.
+        ApiError: decoding took too long, or the client went away.
+    """
+    refs = references_of(request)
+    settings = settings_of(refs)
+    if settings is None or not images:
+        return []
     named = [(f"image {n}" if len(images) > 1 else "the image") for n in range(1, len(images) + 1)]
 
     async def decode() -> list[DecodedImage]:
@@ -123,10 +128,7 @@ def place_images(
         )
         for image in images
     ]
-    try:
-        return Prompt(*image_input.place_images(ids, fitted, settings.image_token_id))
-    except InvalidRequestError as error:
-        raise InvalidRequestError(str(error), "messages") from error
+    return Prompt(*image_input.place_images(ids, fitted, settings.image_token_id, "messages"))
 
 
 def ids_for_client(refs: References, prompt: Prompt | GenerateRequest) -> list[int]:

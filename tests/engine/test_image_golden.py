@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.engine.offline import Engine
-from sgl_jax.engine.offline_results import Generation
+from sgl_jax.engine.offline_results import Generation, GenerationError
 from tests.models.golden_server import GOLDEN, TOLERANCE
 
 FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
@@ -177,7 +178,7 @@ def test_images_that_cannot_be_served_are_refused() -> None:
                 engine.generate([prompt], image_data=given)
         with pytest.raises(InvalidRequestError, match="max-images-per-request"):
             engine.generate([prompt + prompt], image_data=[image, image])
-        with pytest.raises(InvalidRequestError, match="logprob_start_len"):
+        with pytest.raises(GenerationError, match="logprob_start_len"):
             engine.generate([prompt], image_data=image, return_logprob=True, logprob_start_len=2)
         with pytest.raises(InvalidRequestError, match="vocabulary"):
             engine.generate([[1, 2**30]])

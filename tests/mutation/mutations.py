@@ -44,6 +44,7 @@ _RESUMABLE = "sgl_jax/mem_cache/tree/resumable.py"
 _LOCKED = "sgl_jax/mem_cache/pages/locked_pages.py"
 _RANK_HOST = "sgl_jax/scheduler/rank_offload.py"
 _RANK = "sgl_jax/scheduler/rank_scheduler.py"
+_IMAGES = "sgl_jax/scheduler/image_cache.py"
 _PLANNER = "sgl_jax/scheduler/step_builder.py"
 _BUILDER = "sgl_jax/scheduler/step_arrays.py"
 _LAUNCHED = "sgl_jax/scheduler/in_flight_rows.py"
@@ -4450,5 +4451,41 @@ MUTATIONS = (
         "sgl_jax/mem_cache/tree/radix_cache.py",
         "return node, length == start.end and not self._windows",
         "return node, not self._windows",
+    ),
+    Mutation(
+        "unpin images before their last token is computed",
+        _IMAGES,
+        "if committed_len[row] >= end]",
+        "if committed_len[row] >= end - 1]",
+    ),
+    Mutation(
+        "give the rows of a pinned image to another",
+        _IMAGES,
+        "if not self._entries[key].num_pins:",
+        "if key:",
+    ),
+    Mutation(
+        "compute an image twice for one request",
+        _IMAGES,
+        "entry = self._find(image, tokens) or self._add(image, tokens)",
+        "entry = self._add(image, tokens)",
+    ),
+    Mutation(
+        "lose the rows of a forgotten image",
+        _IMAGES,
+        "if not entry.num_pins and self._entries.get(entry.key) is not entry:",
+        "if not entry.num_pins and entry.key == b'':",
+    ),
+    Mutation(
+        "need an image that the cached prefix holds",
+        _IMAGES,
+        "for image in images if _end(image) > start}",
+        "for image in images if _end(image) >= start}",
+    ),
+    Mutation(
+        "keep the images of a retracted request pinned",
+        _RANK,
+        "        self.images.unpin(row)\n",
+        "",
     ),
 )
