@@ -14,6 +14,7 @@ from sgl_jax.models.gemma3 import GEMMA3, GEMMA3_TEXT
 from sgl_jax.models.gemma4 import GEMMA4, GEMMA4_TEXT
 from sgl_jax.models.glm4_moe import GLM4_MOE
 from sgl_jax.models.gpt_oss import gpt_oss_layer
+from sgl_jax.models.kimi_linear import KIMI_LINEAR
 from sgl_jax.models.llama import llama_layer
 from sgl_jax.models.llama4 import LLAMA4, LLAMA4_TEXT
 from sgl_jax.models.minimax_m2 import minimax_m2_layer
@@ -34,6 +35,7 @@ _ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "Glm4MoeForCausalLM": GLM4_MOE,
         "GlmMoeDsaForCausalLM": DEEPSEEK,
         "GptOssForCausalLM": Architecture(gpt_oss_layer),
+        "KimiLinearForCausalLM": KIMI_LINEAR,
         "Llama4ForCausalLM": LLAMA4_TEXT,
         "Llama4ForConditionalGeneration": LLAMA4,
         "LlamaForCausalLM": Architecture(llama_layer),
