@@ -50,12 +50,8 @@ def delta_attention(
 ) -> GatedDeltaNet:
     """Declare a recurrence. Raise ValueError if `tp_size` chips cannot split its heads."""
     require_divisible("linear_num_heads", own.num_key_heads, options.tp_size)
-    hidden, dtype, heads, dim = (
-        config.hidden_size,
-        jnp.dtype(options.dtype),
-        own.num_key_heads,
-        own.key_dim,
-    )
+    hidden, dtype = config.hidden_size, jnp.dtype(options.dtype)
+    heads, dim = own.num_key_heads, own.key_dim
     width = heads * dim
 
     def by_head(kind: str, inputs: Shape) -> ByHead:

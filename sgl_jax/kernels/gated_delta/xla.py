@@ -87,9 +87,8 @@ def _decode(
 class _Terms(NamedTuple):
     """A token's part in a step of the recurrence, [..., value_heads, ...]."""
 
-    decayed_q: jax.Array
+    q: jax.Array
     k: jax.Array
-    decayed_k: jax.Array
     v: jax.Array
     decay: jax.Array
     beta: jax.Array
@@ -100,18 +99,28 @@ class _Terms(NamedTuple):
         q, k = (jnp.repeat(x, tokens.group, axis=-2) for x in (tokens.q, tokens.k))
         decay, beta = jnp.exp(tokens.log_decay), tokens.beta[..., None]
         q_times_k = jnp.sum(k * q, axis=-1, keepdims=True)
-        return cls(q * decay, k, k * decay, tokens.v, decay, beta, q_times_k)
+        return cls(q, k, tokens.v, decay, beta, q_times_k)
 
 
 def _next_token(token: _Terms, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return outputs [n, value_heads, dim] and states [n, value_heads, ...] after one token."""
-    decayed_q, k, decayed_k, v, decay, beta, q_times_k = token
+    q, k, v, decay, beta, q_times_k = token
     # The old state is read once for both products: S^T q is the old state's part plus the change's.
     # One small product takes a CPU half as long as two sums over the state.
-    both = _times("nhik,nhkv->nhiv", jnp.stack([decayed_k, decayed_q], axis=-2), state)
+    both = _read(jnp.stack([k, q], axis=-2), decay[..., None, :], state)
     change = beta * (v - both[:, :, 0])
     out = both[:, :, 1] + change * q_times_k
     return out, decay[..., None] * state + k[..., None] * change[..., None, :]
+
+
+def _read(rows: jax.Array, decay: jax.Array, state: jax.Array) -> jax.Array:
+    """Multiply rows [..., n, key_dim] with the state, decayed before each of them.
+
+    A decay of a whole head is a factor of the result, which takes a CPU less than one of the rows.
+    """
+    if decay.shape[-1] > 1:
+        return _times("...ik,...kv->...iv", rows * decay, state)
+    return decay * _times("...ik,...kv->...iv", rows, state)
 
 
 def _write(states: jax.Array, layer: jax.Array, slots: jax.Array, new: jax.Array) -> jax.Array:
@@ -151,12 +160,12 @@ def _next_chunk(tokens: DeltaInputs, state: jax.Array) -> tuple[jax.Array, jax.A
     """
     q, k, v, log_decay, beta = (jnp.moveaxis(x, 1, 0) for x in tokens)  # heads first
     decays = _by_channel if tokens.decays_by_channel else _by_head
-    both, since, until = decays(jnp.stack([k, q], axis=1), k, log_decay, tokens.group)
+    of_keys, of_queries, since, until = decays(q, k, log_decay, tokens.group)
     k, q = (jnp.repeat(x, tokens.group, axis=0) for x in (k, q))
     beta = beta[..., None]
-    change = beta * (v - _times("hik,hkv->hiv", since * k, state))
-    change = _times("hij,hjv->hiv", _inverse(both[:, 0] * beta), change)
-    out = _times("hik,hkv->hiv", since * q, state) + _times("hij,hjv->hiv", both[:, 1], change)
+    change = beta * (v - _read(k, since, state))
+    change = _times("hij,hjv->hiv", _inverse(of_keys * beta), change)
+    out = _read(q, since, state) + _times("hij,hjv->hiv", of_queries, change)
     state = jnp.swapaxes(since[:, -1:], 1, 2) * state
     return jnp.moveaxis(out, 0, 1), state + _times("hik,hiv->hkv", k * until, change)
 
@@ -164,13 +173,14 @@ def _next_chunk(tokens: DeltaInputs, state: jax.Array) -> tuple[jax.Array, jax.A
 class _Decayed(NamedTuple):
     """A chunk's products and decays, by value head."""
 
-    products: jax.Array  # [heads, 2, n, n] rows times the keys, decayed; 0 for later keys
+    of_keys: jax.Array  # [heads, n, n] keys times keys, decayed; any number for later keys
+    of_queries: jax.Array  # [heads, n, n] queries times keys, decayed; 0 for later keys
     since: jax.Array  # [heads, n, channels or 1] decay from the chunk's begin to after each token
     until: jax.Array  # [heads, n, channels or 1] decay after each token to the chunk's end
 
 
-def _by_head(rows: jax.Array, keys: jax.Array, log_decay: jax.Array, group: int) -> _Decayed:
-    """Multiply rows [key_heads, 2, n, dim] with keys [key_heads, n, dim]; heads decay as a whole.
+def _by_head(q: jax.Array, k: jax.Array, log_decay: jax.Array, group: int) -> _Decayed:
+    """Multiply q and k [key_heads, n, dim] with k; heads decay as a whole.
 
     Sums are from each token to each token, not differences of sums, which cancel after strong
     decay. A later token has no weight: its exponent is masked.
@@ -181,30 +191,33 @@ def _by_head(rows: jax.Array, keys: jax.Array, log_decay: jax.Array, group: int)
     later = jnp.where(jnp.tril(causal, -1), log_decay[:, :, None], 0)
     between = _times("im,hmj->hij", causal.astype(jnp.float32), later)
     decay = jnp.exp(jnp.where(causal, between, -jnp.inf))
-    products = jnp.repeat(_times("hrik,hjk->hrij", rows, keys), group, axis=0)
+    of_keys, of_queries = (
+        jnp.repeat(_times("hik,hjk->hij", x, k), group, axis=0) * decay for x in (k, q)
+    )
     since = jnp.exp(jnp.cumsum(log_decay, axis=-1))
     until = jnp.exp(between[:, -1])
-    return _Decayed(products * decay[:, None], since[..., None], until[..., None])
+    return _Decayed(of_keys, of_queries, since[..., None], until[..., None])
 
 
-def _by_channel(rows: jax.Array, keys: jax.Array, log_decay: jax.Array, group: int) -> _Decayed:
-    """Multiply rows [key_heads, 2, n, dim] with keys [key_heads, n, dim]; channels decay.
+def _by_channel(q: jax.Array, k: jax.Array, log_decay: jax.Array, group: int) -> _Decayed:
+    """Multiply q and k [key_heads, n, dim] with k; channels decay.
 
     A block of tokens is multiplied with the block before it, for sizes of 1, 2, 4 and so on. The
     decay between two tokens is then the product of two: after the key's token to the border
     between the blocks, and from there on. Neither exceeds 1, so that no product overflows. Sums of
     logs are never differences.
     """
-    rows, keys = (jnp.repeat(x, group, axis=0) for x in (rows, keys))
-    num_heads, n, dim = keys.shape
+    q, k = (jnp.repeat(x, group, axis=0) for x in (q, k))
+    rows = jnp.stack([k, q], axis=1)
+    num_heads, n, dim = k.shape
     number = jnp.arange(n)
     since, until = log_decay, jnp.zeros_like(log_decay)  # in each block
-    products = jnp.where(jnp.eye(n, dtype=bool), _times("hrik,hjk->hrij", rows, keys), 0)
+    products = jnp.where(jnp.eye(n, dtype=bool), _times("hrik,hjk->hrij", rows, k), 0)
     size = 1
     while size < n:
         is_second = (number // size % 2 == 1)[:, None]
         decay = jnp.exp(jnp.where(is_second, since, until))
-        found = _times("hrik,hjk->hrij", rows * decay[:, None], keys * decay)
+        found = _times("hrik,hjk->hrij", rows * decay[:, None], k * decay)
         products = jnp.where(_is_below(n, size), found, products)
         shape = num_heads, -1, 2 * size, dim
         ends = since.reshape(shape)[:, :, size - 1 :: size]
@@ -213,7 +226,7 @@ def _by_channel(rows: jax.Array, keys: jax.Array, log_decay: jax.Array, group: i
         since = since.at[:, :, size:].add(first).reshape(log_decay.shape)
         until = until.at[:, :, :size].add(second).reshape(log_decay.shape)
         size *= 2
-    return _Decayed(products, jnp.exp(since), jnp.exp(until))
+    return _Decayed(products[:, 0], products[:, 1], jnp.exp(since), jnp.exp(until))
 
 
 def _is_below(n: int, size: int) -> jax.Array:
