@@ -27,6 +27,7 @@ _SERVED = {
     "glm4_moe": "Glm4MoeForCausalLM",
     "glm_moe_dsa": "GlmMoeDsaForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
+    "kimi_linear": "KimiLinearForCausalLM",
     "llama": "LlamaForCausalLM",
     "llama4": "Llama4ForConditionalGeneration",
     "llama4_text": "Llama4ForCausalLM",

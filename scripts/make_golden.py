@@ -40,6 +40,8 @@ from transformers import (
     GlmMoeDsaForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    KimiLinearConfig,
+    KimiLinearForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
     LlamaConfig,
@@ -619,6 +621,25 @@ MODELS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig]] = {
             rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
         ),
     ),
+    # States and latents; forget rates by channel.
+    "kimi_linear": (
+        KimiLinearForCausalLM,
+        KimiLinearConfig(
+            **LATENTS | TINY | {"num_key_value_heads": 4, "pad_token_id": 0},
+            num_hidden_layers=6,
+            linear_attn_config={
+                "head_dim": 10,
+                "num_heads": 4,
+                "short_conv_kernel_size": 3,
+                "kda_layers": [1, 2, 4, 5],
+                "full_attn_layers": [3, 6],
+            },
+            first_k_dense_replace=1,
+            num_local_experts=7,
+            num_experts_per_tok=2,
+            rms_norm_eps=1e-4,
+        ),
+    ),
 }
 
 
@@ -687,7 +708,7 @@ def make(folder: Path, kind: type[PreTrainedModel], config: PretrainedConfig, se
     write_continuation(model, PROMPT_TOKENS, folder / "golden.npz")
     if kind is Qwen3ForCausalLM:
         write_embeddings(model, folder / "embeddings.npz")
-    if hasattr(config, "linear_num_key_heads"):
+    if hasattr(config, "linear_conv_kernel_dim"):
         write_continuation(model, LONG_PROMPT_TOKENS, folder / "long.npz")
 
 

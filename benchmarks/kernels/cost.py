@@ -8,7 +8,8 @@ The TPU compiler (libtpu) compiles every kernel:
 - attention for Llama-3.1-8B, 32 query and 8 KV heads of 128, bfloat16, with a cache of bfloat16 or
   of 8 bits
 - the grouped product for Qwen3-30B-A3B's 128 experts, with their inner width split over four chips
-- gated delta nets for Qwen3-Next-80B-A3B, whole or split over eight chips
+- gated delta nets for Qwen3-Next-80B-A3B, and by channel for Kimi-Linear-48B-A3B, whole or split
+  over eight chips
 
 The costs are bundles of the schedule (see `schedule.py`):
 

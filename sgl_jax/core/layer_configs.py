@@ -51,6 +51,7 @@ class GatedDeltaConfig:
     key_dim: int  # per head
     value_dim: int  # per head
     conv_size: int  # width in tokens of the causal convolution of queries, keys and values
+    decays_by_channel: bool = False  # each channel of a key decays by a factor of its own
 
     @property
     def group(self) -> int:

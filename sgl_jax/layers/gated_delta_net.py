@@ -3,6 +3,8 @@
 Each key head has a group of adjacent value heads, and each value head a state. The tensor axis
 splits the layer by key heads. So the results of projections are ordered by key head, and so are the
 channels of the convolution and of its state.
+
+A state decays as a whole, or each of its key's channels does (arXiv 2510.26692).
 """
 
 import jax
@@ -37,6 +39,25 @@ class DepthwiseConv(nnx.Module):
         return self.convolve(u, weight, states, layer, batch)
 
 
+class ChannelGates(nnx.Module):
+    """Forget rates of each channel, from a hidden state compressed for them and the output gate."""
+
+    def __init__(self, down: Linear, forget: Linear) -> None:
+        """Declare the rates.
+
+        `down` is [hidden, 2 * rank]: for the forget rates, then for the output gate; `forget` is
+        [rank, value_heads * key_dim], split by its outputs.
+        """
+        self.down = down
+        self.forget = forget
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Map x [T, hidden] to the output gate's inputs [T, rank], and forget rates, float32."""
+        inputs, gated = jnp.split(self.down(x), 2, axis=1)
+        forget = lax.optimization_barrier(self.forget(inputs))
+        return gated, forget.astype(jnp.float32)
+
+
 class GatedDeltaNet(nnx.Module):
     """Projections, a short convolution, the recurrence, and a gated norm of its result."""
 
@@ -55,6 +76,7 @@ class GatedDeltaNet(nnx.Module):
         value_dim: int,
         group: int,
         recur: GatedDelta,
+        channel_gates: ChannelGates | None = None,
     ) -> None:
         """Declare the layer.
 
@@ -63,14 +85,17 @@ class GatedDeltaNet(nnx.Module):
                 each key head its query, its key, and the values of its value heads.
             output_gate: [hidden, value_heads * value_dim], split by its outputs.
             gates: [hidden, key_heads * 2 * group], split by its outputs: the write rates of each
-                key head's value heads, then their forget rates.
+                key head's value heads, then their forget rates; without these if there are
+                `channel_gates`.
             conv: convolution of the result of `qkv`.
-            a_log, dt_bias: [value_heads].
+            a_log, dt_bias: [value_heads]; with `channel_gates`, dt_bias is [value_heads * key_dim].
             norm: norm of a value head's output, [value_dim].
             output: [value_heads * value_dim, hidden], split by its inputs.
             key_dim, value_dim: dimensions of a head.
             group: number of value heads per key head.
             recur: the kernel.
+            channel_gates: forget rates by channel. Then `output_gate` maps their compressed hidden
+                state, and a sigmoid replaces its silu.
         """
         self.qkv = qkv
         self.output_gate = output_gate
@@ -84,6 +109,7 @@ class GatedDeltaNet(nnx.Module):
         self.value_dim = value_dim
         self.group = group
         self.recur = recur
+        self.channel_gates = channel_gates
 
     def __call__(
         self, x: jax.Array, batch: StateBatch, states: LayerStates, layer: jax.Array
@@ -94,18 +120,22 @@ class GatedDeltaNet(nnx.Module):
         by_head = mixed.reshape(num_tokens, -1, 2 * self.key_dim + self.group * self.value_dim)
         q, k, v = jnp.split(by_head, ends, axis=-1)
         v = v.reshape(num_tokens, -1, self.value_dim)
-        tokens = DeltaInputs(q, k, v, *self._rates(x))
+        gated, forget = (x, None) if self.channel_gates is None else self.channel_gates(x)
+        tokens = DeltaInputs(q, k, v, *self._rates(x, forget))
         found, recurrent_states = self.recur(tokens, states.recurrent, layer, batch)
         normed = self.norm(found).reshape(x.shape[0], -1)
-        gate = jax.nn.silu(self.output_gate(x).astype(jnp.float32))
+        gate = self.output_gate(gated).astype(jnp.float32)
+        gate = jax.nn.silu(gate) if forget is None else jax.nn.sigmoid(gate)
         out = self.output((normed * gate).astype(x.dtype))
         return out, LayerStates(conv_states, recurrent_states)
 
-    def _rates(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return log decay and beta of each token and value head, float32 [T, value_heads]."""
+    def _rates(self, x: jax.Array, forget: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """Return log decay and beta of `DeltaInputs`; `forget` are the rates by channel, if any."""
         # After the barrier, the split into heads cannot reach the product, see `layers.qkv_heads`.
-        gates = lax.optimization_barrier(self.gates(x)).astype(jnp.float32)
-        by_head = gates.reshape(x.shape[0], -1, 2, self.group)
-        write, forget = (by_head[:, :, kind].reshape(x.shape[0], -1) for kind in range(2))
-        speed = jnp.exp(self.a_log[...])
-        return -speed * jax.nn.softplus(forget + self.dt_bias[...]), jax.nn.sigmoid(write)
+        write = lax.optimization_barrier(self.gates(x)).astype(jnp.float32)
+        if forget is None:
+            by_head = write.reshape(x.shape[0], -1, 2, self.group)
+            write, forget = (by_head[:, :, kind].reshape(x.shape[0], -1) for kind in range(2))
+        speed = jnp.exp(self.a_log[...])[:, None]
+        rates = (forget + self.dt_bias[...]).reshape(x.shape[0], speed.shape[0], -1)
+        return -speed * jax.nn.softplus(rates), jax.nn.sigmoid(write)

@@ -20,6 +20,7 @@ from sgl_jax.models.config_defaults import (
     has_head_sizes_by_layer,
     has_latents,
     is_hybrid,
+    renamed,
 )
 from sgl_jax.models.config_fields import (
     CONFIG_FILE,
@@ -133,8 +134,8 @@ class ModelConfig:
 
     @property
     def latent(self) -> LatentConfig | None:
-        """Return the shape of latent attention, or None; it is the same for all layers."""
-        return self.layers[0].latent
+        """Return the shape of latent attention, or None; it is the same for all such layers."""
+        return next((spec.latent for spec in self.layers if spec.latent), None)
 
     @property
     def rope_head_dim(self) -> int:
@@ -224,6 +225,7 @@ class ModelConfig:
         check_architecture(raw)
         raw = completed(raw)
         refuse_unknown_fields(raw)
+        raw = renamed(raw)
         _refuse_unsupported(raw)
         num_heads = positive_int(raw, "num_attention_heads")
         hidden_size = positive_int(raw, "hidden_size")

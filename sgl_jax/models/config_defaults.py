@@ -3,11 +3,12 @@
 A field that is present applies, even if it is null.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from sgl_jax.models.config_fields import ModelConfigError, required
+from sgl_jax.models.kimi_linear_config import KIMI_LINEAR, usual_fields
 
 # If windows are switched on, the layers before `max_window_layers` have none.
 _QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
@@ -258,6 +259,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "Glm4MoeForCausalLM": _GLM4_MOE,
         "GlmMoeDsaForCausalLM": _GLM_MOE_DSA,
         "GptOssForCausalLM": _GPT_OSS,
+        "KimiLinearForCausalLM": KIMI_LINEAR,
         "Llama4ForCausalLM": _LLAMA4,
         "MiniMaxM2ForCausalLM": _MINIMAX_M2,
         "Ministral3ForCausalLM": _MINISTRAL3,
@@ -278,6 +280,10 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "SeedOssForCausalLM": _SEED_OSS,
         "SmolLM3ForCausalLM": _SMOLLM3,
     }
+)
+# Fields under other names, whose values are read after these were checked.
+_RENAMES: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = MappingProxyType(
+    {"KimiLinearForCausalLM": usual_fields}
 )
 # The section of a multimodal config that describes the text model.
 _TEXT_PART = "text_config"
@@ -348,9 +354,15 @@ def completed(raw: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
+def renamed(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the completed fields under the names that are read. Raise ModelConfigError."""
+    rename = _RENAMES.get(text_architecture(raw), dict)
+    return rename(raw)
+
+
 def is_hybrid(raw: Mapping[str, Any]) -> bool:
     """Return True for architectures with recurrent layers."""
-    return "linear_num_key_heads" in _DEFAULTS.get(text_architecture(raw), {})
+    return "linear_conv_kernel_dim" in _DEFAULTS.get(text_architecture(raw), {})
 
 
 def rotates_partly(raw: Mapping[str, Any]) -> bool:

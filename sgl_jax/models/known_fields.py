@@ -10,6 +10,7 @@ from typing import Any
 
 from sgl_jax.models.config_defaults import architecture_name, text_architecture
 from sgl_jax.models.config_fields import ModelConfigError
+from sgl_jax.models.kimi_linear_config import KIMI_LINEAR_FIELDS, KIMI_LINEAR_NEUTRAL
 
 
 def _names(text: str) -> frozenset[str]:
@@ -109,6 +110,7 @@ _FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
         "Glm4MoeForCausalLM": _GLM4_MOE,
         "GlmMoeDsaForCausalLM": _DEEPSEEK | _INDEXER,
         "GptOssForCausalLM": _WINDOWS | _GPT_OSS,
+        "KimiLinearForCausalLM": frozenset(KIMI_LINEAR_FIELDS),
         "Llama4ForCausalLM": _LLAMA4,
         "Llama4ForConditionalGeneration": _LLAMA4,
         "LlamaForCausalLM": _WINDOWS,
@@ -214,6 +216,7 @@ _NEUTRAL_OF: Mapping[str, Mapping[str, tuple[Any, ...]]] = MappingProxyType(
         "Gemma4ForCausalLM": _NEUTRAL_GEMMA4,
         "Gemma4ForConditionalGeneration": _NEUTRAL_GEMMA4,
         "GlmMoeDsaForCausalLM": _NEUTRAL_INDEXER,
+        "KimiLinearForCausalLM": KIMI_LINEAR_NEUTRAL,
         "MiniMaxM2ForCausalLM": {
             "attn_type_list": (1,),
             "layernorm_full_attention_beta": (1,),

@@ -91,7 +91,7 @@ def read_layers(raw: Mapping[str, Any], max_positions: int) -> tuple[LayerSpec, 
             sliding_window=windows.get(kind),
             moe=moe if sparse else None,
             recurrence=recurrence if kind == LINEAR else None,
-            latent=latent,
+            latent=None if kind == LINEAR else latent,
             query_scale=query_scale if rotated else unrotated_query_scale,
             is_chunked=kind == CHUNKED and windows.get(kind) is not None,
             heads=heads,
@@ -242,6 +242,7 @@ def _recurrence(raw: Mapping[str, Any]) -> GatedDeltaConfig:
         key_dim=positive_int(raw, "linear_key_head_dim"),
         value_dim=positive_int(raw, "linear_value_head_dim"),
         conv_size=conv_size,
+        decays_by_channel=raw.get("linear_head_dim") is not None,
     )
 
 

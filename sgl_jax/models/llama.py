@@ -19,7 +19,7 @@ from sgl_jax.layers.linear import ACTIVATIONS, GatedMLP, Linear
 from sgl_jax.layers.moe import MixtureOfExperts
 from sgl_jax.layers.norm import AllHeadsNorm, RMSNorm
 from sgl_jax.layers.qkv_heads import HeadsNorm
-from sgl_jax.layers.sources import Ones, Slice, Source, Tensor
+from sgl_jax.layers.sources import OneOf, Ones, Slice, Source, Tensor
 from sgl_jax.models.config import LayerSpec, ModelConfig
 from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.decoder_layer import DecoderLayer
@@ -202,8 +202,11 @@ def gated_mlp(
     width: int | None = None,
     *,
     fused: bool = False,
+    other_prefix: str | None = None,
 ) -> GatedMLP:
     """Declare the feed-forward layer; if `fused`, one tensor has the rows of gate and up.
+
+    Some checkpoints have `other_prefix` in place of `prefix`.
 
     Raises ValueError if `tp_size` chips cannot split it.
     """
@@ -211,11 +214,14 @@ def gated_mlp(
     width = config.intermediate_size if width is None else width
     require_divisible(f"the width of {prefix.rstrip('.')}", width, options.tp_size)
 
-    def matrix(name: str, *shape: int) -> Tensor:
-        return Tensor(f"{prefix}{name}_proj.weight", shape, transposed=True)
+    def matrix(name: str, *shape: int) -> Source:
+        own, other = (
+            Tensor(f"{start}{name}_proj.weight", shape, transposed=True)
+            for start in (prefix, other_prefix)
+        )
+        return own if other_prefix is None else OneOf(own, other)
 
-    gate: Source = matrix("gate", hidden, width)
-    up: Source = matrix("up", hidden, width)
+    gate, up = matrix("gate", hidden, width), matrix("up", hidden, width)
     if fused:
         both = matrix("gate_up", hidden, 2 * width)
         gate, up = (Slice(both, 1, first, width) for first in (0, width))

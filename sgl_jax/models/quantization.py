@@ -23,7 +23,10 @@ AT_LOAD: Mapping[str, Scheme] = MappingProxyType(
 
 # Matrices too small to be worth quantizing: gates of gated delta nets, and Gemma 4's projections of
 # a layer's embeddings.
-_SMALL = ("in_proj_ba", "in_proj_b", "in_proj_a", "per_layer_input_gate", "per_layer_projection")
+_SMALL = (
+    *("in_proj_ba", "in_proj_b", "in_proj_a", "b_proj"),
+    *("per_layer_input_gate", "per_layer_projection"),
+)
 # Prefixes of layers, see `Architecture`. In a model with a text part, files and config may differ.
 _BODIES = ("model", "model.language_model", "language_model.model")
 _LAYER = re.compile(rf"(?:{'|'.join(map(re.escape, _BODIES))})\.(layers\..*)")

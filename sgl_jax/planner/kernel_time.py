@@ -28,6 +28,7 @@ MATRIX_SHARE = 0.8  # of the matrix units' peak
 VECTOR_RATE = 400  # numbers per cycle: scores, converted weights, elements of recurrent chunks
 GATHER_SHARE = 0.6  # of the memory's bandwidth, for rows that XLA gathers
 _PRODUCTS = 3  # of an expert: gate, up, down
+BLOCK_PRODUCTS = 3  # the time of a chunk with decays by channel, to one of whole heads
 
 
 @dataclass(frozen=True)
@@ -212,12 +213,14 @@ def recurrences_time(
     """Return the time of the gated delta rule; zero without recurrent layers.
 
     A token's numbers in a head are its state, or in prefill half of a chunk's keys: the products
-    of a chunk are triangular matrices.
+    of a chunk are triangular matrices. With decays by channel these are products of blocks.
     """
     own = config.recurrence
     if own is None:
         return KernelTime(0.0)
     numbers = own.key_dim * (CHUNK_TOKENS // 2 if work.is_prefill else own.value_dim)
+    if work.is_prefill and own.decays_by_channel:
+        numbers *= BLOCK_PRODUCTS
     layers = sum(spec.recurrence is not None for spec in config.layers)
     heads = own.num_value_heads / memory.tp_size
     return KernelTime(

@@ -47,7 +47,15 @@ SESSION_CASES = {"pages of 16": {}} | {
     name: CASES[name]
     for name in ("pages of 1", "drafts", "8-bit KV", "no overlap", "write_back", "chunks of 8")
 }
-FAMILIES = ("gemma3", "gpt_oss", "qwen3_next", "qwen3_5", "deepseek_v3", "deepseek_v32")
+FAMILIES = (
+    "gemma3",
+    "gpt_oss",
+    "qwen3_next",
+    "qwen3_5",
+    "deepseek_v3",
+    "deepseek_v32",
+    "kimi_linear",
+)
 
 
 def long_but(names: Iterable[str], by_default: str) -> list[Any]:

@@ -24,7 +24,7 @@ FURTHER = (
     *("ministral", "mistral3", "mistral4", "qwen3_vl_moe", "llama4", "gemma4", "gemma4_moe"),
     *("deepseek_v32", "glm_moe_dsa"),
 )
-STATES = ("qwen3_5", "qwen3_next", "qwen3_5_moe")
+STATES = ("qwen3_5", "qwen3_next", "qwen3_5_moe", "kimi_linear")
 RANKS = {"dp_size": 2, "tp_size": 2, "page_size": 1}
 CHIPS = {"tp_size": 2, "page_size": 128}
 

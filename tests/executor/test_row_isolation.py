@@ -27,6 +27,7 @@ MODELS = (
     "qwen3_moe",
     "gemma3",
     "qwen3_5",
+    "kimi_linear",
 )
 SPOILED = 1  # row, by its number in a driver
 RNG = np.random.default_rng(0)

@@ -25,10 +25,12 @@ FAMILIES = (
 FURTHER = (
     *("smollm3", "phi3", "olmo3", "glm4_moe", "minimax_m2"),
     *("mistral3", "mistral4", "qwen3_vl_moe", "llama4", "gemma4", "gemma4_moe", "deepseek_v32"),
+    "kimi_linear",
 )
 FURTHER_EXPERTS = (
     *("glm4_moe", "glm4_moe_groups", "minimax_m2"),
     *("mistral4", "qwen3_vl_moe", "llama4", "gemma4_moe", "deepseek_v32", "glm_moe_dsa"),
+    "kimi_linear",
 )
 FURTHER_SHAPES = (
     *("seed_oss", "phi3_window", "glm4_moe_groups"),
@@ -160,7 +162,8 @@ COPIED_EXPERTS_OVER_RANKS = Setup(dp=2, ep=2, copies=3)
                 ],
                 *[(family, SIMULATED_TPU) for family in ("smollm3", "olmo3", "llama4")],
                 *[
-                    ("deepseek_v32", setup)
+                    (family, setup)
+                    for family in ("deepseek_v32", "kimi_linear")
                     for setup in (TWO_CHIPS, SPLIT_WEIGHTS, SEQUENCE_PARALLEL, UNROLLED)
                 ],
                 *[
@@ -212,7 +215,7 @@ def test_prefill_whole_or_chunked_and_decode_match_transformers(family, setup):
         ("qwen3_5", Setup()),
         *[
             pytest.param(family, setup, marks=pytest.mark.long)
-            for family in WITH_STATES
+            for family in (*WITH_STATES, "kimi_linear")
             for setup in (ONE_TOKEN_PAGES, ONE_PAGE_A_ROW, TWO_CHIPS, TWO_RANKS)
         ],
     ],

@@ -58,6 +58,18 @@ def test_the_states_of_rows_and_snapshots_have_their_share_of_the_memory():
     assert 0.95 < (used + memory.reserved_bytes) / memory.usable_hbm_bytes <= 1.0
 
 
+@pytest.mark.skipif(not has_tpu_compiler(), reason="libtpu (sgl-jax[tpu]) is not installed")
+def test_latents_and_states_share_the_memory():
+    words = ["--model-path", "kimi-linear-48b-a3b", "--topology", "v6e-8", "--tp-size", "8"]
+    memory = plan_memory(parse_plan_request([*words, "--max-running-requests", "32"]))
+    states = 20 * (32 * 128 * 128 * 4 + 3 * 12288 * 2)
+    assert memory.state_bytes == (memory.pool_pages[-1] + 1 + 2 * (32 + 1)) * states // 8
+    assert memory.kv_token_bytes == 7 * 640 * 2  # a latent on each chip
+    used = memory.weight_bytes + memory.table_bytes + memory.kv_bytes + memory.state_bytes
+    assert 0.95 < (used + memory.reserved_bytes) / memory.usable_hbm_bytes <= 1.0
+    assert num_parameters("kimi-linear-48b-a3b") == pytest.approx(49.1e9, rel=0.01)
+
+
 @pytest.mark.parametrize("tp_size", [1, 4])
 def test_a_decode_step_reads_each_rows_state_and_writes_another(tp_size):
     work = StepWork(8, 0, 0, rows=8, is_prefill=False)

@@ -17,13 +17,15 @@ from tests.tpu.compiling import (
 )
 
 KEY_HEADS, VALUE_HEADS, DIM, WIDTH = 16, 32, 128, 4  # of Qwen3-Next-80B-A3B
+KEY_HEADS_BY_CHANNEL = 32  # of Kimi-Linear-48B-A3B
 LAYERS, SLOTS, ROWS, SNAPSHOTS = 2, 2048, 64, 16
 CALLS = kernels_of("tpu", "pallas")
 
 
-def compile_calls(mesh, tp, tokens, max_drafts=0, state_dtype=jnp.float32):
+def compile_calls(mesh, tp, tokens, max_drafts=0, state_dtype=jnp.float32, by_channel=False):
     """Convolution and recurrence of a layer on one chip of tp; also the states' bytes."""
-    keys, values = KEY_HEADS // tp, VALUE_HEADS // tp
+    keys = (KEY_HEADS_BY_CHANNEL if by_channel else KEY_HEADS) // tp
+    values = VALUE_HEADS // tp
     channels = (2 * keys + values) * DIM
     states = struct(state_dtype, LAYERS, SLOTS, values, DIM, DIM)
     conv_states = struct(jnp.bfloat16, LAYERS, SLOTS, *conv_state_shape(WIDTH, channels))
@@ -36,13 +38,15 @@ def compile_calls(mesh, tp, tokens, max_drafts=0, state_dtype=jnp.float32):
         out, states = CALLS.gated_delta(inputs, states, layer, batch)
         return out, states, conv_states
 
-    gates, row = struct(jnp.float32, tokens, values), struct(jnp.int32, ROWS)
+    decays = struct(jnp.float32, tokens, values, DIM if by_channel else 1)
+    betas, row = struct(jnp.float32, tokens, values), struct(jnp.int32, ROWS)
     compiled, seconds = compile_on(
         mesh,
         run,
         struct(jnp.bfloat16, tokens, channels),
         struct(jnp.bfloat16, WIDTH, channels),
-        *[gates] * 2,
+        decays,
+        betas,
         states,
         conv_states,
         struct(jnp.int32),
@@ -75,6 +79,8 @@ OTHERS = {
     "decode rows alone": {"tp": 1, "tokens": 64},
     "drafts": {"tp": 4, "tokens": 256, "max_drafts": 3},
     "bfloat16 states": {"tp": 2, "tokens": 512, "state_dtype": jnp.bfloat16},
+    "decays by channel": {"tp": 1, "tokens": 512, "by_channel": True},
+    "decays by channel, a chip of eight": {"tp": 8, "tokens": 512, "by_channel": True},
     "a chip of four": {"tp": 4, "tokens": 2048},
     "a chip of two": {"tp": 2, "tokens": 2048},
 }

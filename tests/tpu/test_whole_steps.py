@@ -432,6 +432,8 @@ WITH_LATENTS = (
     ("deepseek-v3", "tpu7x-32", 32, 1, 2, "decode"),
     ("deepseek-v3", "v6e-64", 8, 8, 0, "decode"),
     ("deepseek-v3.2", "v6e-64", 8, 8, 0, "decode"),
+    ("kimi-linear-48b-a3b", "v6e-4", 1, 4, 0, "mixed"),
+    ("kimi-linear-48b-a3b", "tpu7x-2", 1, 2, 0, "decode"),
 )
 # Each step makes these of a layer of DeepSeek-V3 anew: up-projections for the kernel of a chunk,
 # 0.1 % of its time, and the scales of eight experts' blocks in whole rows, 1 % of a decode step.
@@ -447,7 +449,9 @@ def test_layers_with_latents_copy_neither_their_cache_nor_their_weights(case):
         settings |= {"speculative_algorithm": "MTP", "speculative_num_draft_tokens": num_drafts}
     specs = read_config(model).layers
     first = next(layer for layer, spec in enumerate(specs) if spec.moe)
-    layers = specs[first - 1 : first + 1]
+    # In a hybrid, recurrences come first.
+    attending = next(n for n in range(first, len(specs)) if specs[n].recurrence is None)
+    layers = specs[first - 1 : attending + 1]
     engine, program, bucket = _compile(model, topology_name, dp, tp, step, layers, **settings)
     cost = program_cost(program)
     _print_figures(cost, 0.0, Topology.parse(topology_name).chip)

@@ -21,9 +21,10 @@ class GatedDelta(Protocol):
 
         Let q and k be scaled to length 1 (x * rsqrt(sum(x^2) + 1e-6)), q divided by sqrt(key_dim),
         and both repeated over the value heads of a key head. A token changes the state S
-        [key_dim, value_dim] of each value head, and reads it:
+        [key_dim, value_dim] of each value head, and reads it. Its rows decay alike, or each by a
+        factor of its own (arXiv 2510.26692):
 
-            S = exp(log_decay) * S
+            S = exp(log_decay)[:, None] * S
             S = S + k (beta * (v - S^T k))^T
             out = S^T q
 

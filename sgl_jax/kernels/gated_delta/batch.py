@@ -44,13 +44,18 @@ class DeltaInputs(NamedTuple):
     q: jax.Array  # [T, key_heads, key_dim]
     k: jax.Array  # [T, key_heads, key_dim]
     v: jax.Array  # [T, value_heads, value_dim]
-    log_decay: jax.Array  # float32 [T, value_heads], at most 0
+    # float32 [T, value_heads, key_dim], at most 0; or [..., 1], the same for a head's channels
+    log_decay: jax.Array
     beta: jax.Array  # float32 [T, value_heads], in (0, 1)
 
     @property
     def group(self) -> int:
         """Return the number of value heads per key head."""
         return self.v.shape[-2] // self.k.shape[-2]
+
+    @property
+    def decays_by_channel(self) -> bool:
+        return self.log_decay.shape[-1] > 1
 
 
 @jax.tree_util.register_dataclass

@@ -97,8 +97,9 @@ class _Terms(NamedTuple):
     @classmethod
     def of(cls, tokens: DeltaInputs) -> "_Terms":
         q, k = (jnp.repeat(x, tokens.group, axis=-2) for x in (tokens.q, tokens.k))
-        decay, beta = jnp.exp(tokens.log_decay)[..., None], tokens.beta[..., None]
-        return cls(q, k, tokens.v, decay, beta, jnp.sum(k * q, axis=-1, keepdims=True))
+        decay, beta = jnp.exp(tokens.log_decay), tokens.beta[..., None]
+        q_times_k = jnp.sum(k * q, axis=-1, keepdims=True)
+        return cls(q, k, tokens.v, decay, beta, q_times_k)
 
 
 def _next_token(token: _Terms, state: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -106,10 +107,20 @@ def _next_token(token: _Terms, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     q, k, v, decay, beta, q_times_k = token
     # The old state is read once for both products: S^T q is the old state's part plus the change's.
     # One small product takes a CPU half as long as two sums over the state.
-    both = _times("nhik,nhkv->nhiv", jnp.stack([k, q], axis=-2), state)
-    change = beta * (v - decay * both[:, :, 0])
-    old = decay * both[:, :, 1]
-    return old + change * q_times_k, decay[..., None] * state + k[..., None] * change[..., None, :]
+    both = _read(jnp.stack([k, q], axis=-2), decay[..., None, :], state)
+    change = beta * (v - both[:, :, 0])
+    out = both[:, :, 1] + change * q_times_k
+    return out, decay[..., None] * state + k[..., None] * change[..., None, :]
+
+
+def _read(rows: jax.Array, decay: jax.Array, state: jax.Array) -> jax.Array:
+    """Multiply rows [..., n, key_dim] with the state, decayed before each of them.
+
+    A decay of a whole head is a factor of the result, which takes a CPU less than one of the rows.
+    """
+    if decay.shape[-1] > 1:
+        return _times("...ik,...kv->...iv", rows * decay, state)
+    return decay * _times("...ik,...kv->...iv", rows, state)
 
 
 def _write(states: jax.Array, layer: jax.Array, slots: jax.Array, new: jax.Array) -> jax.Array:
@@ -148,26 +159,80 @@ def _next_chunk(tokens: DeltaInputs, state: jax.Array) -> tuple[jax.Array, jax.A
     system of equations.
     """
     q, k, v, log_decay, beta = (jnp.moveaxis(x, 1, 0) for x in tokens)  # heads first
+    decays = _by_channel if tokens.decays_by_channel else _by_head
+    of_keys, of_queries, since, until = decays(q, k, log_decay, tokens.group)
+    k, q = (jnp.repeat(x, tokens.group, axis=0) for x in (k, q))
+    beta = beta[..., None]
+    change = beta * (v - _read(k, since, state))
+    change = _times("hij,hjv->hiv", _inverse(of_keys * beta), change)
+    out = _read(q, since, state) + _times("hij,hjv->hiv", of_queries, change)
+    state = jnp.swapaxes(since[:, -1:], 1, 2) * state
+    return jnp.moveaxis(out, 0, 1), state + _times("hik,hiv->hkv", k * until, change)
+
+
+class _Decayed(NamedTuple):
+    """A chunk's products and decays, by value head."""
+
+    of_keys: jax.Array  # [heads, n, n] keys times keys, decayed; any number for later keys
+    of_queries: jax.Array  # [heads, n, n] queries times keys, decayed; 0 for later keys
+    since: jax.Array  # [heads, n, channels or 1] decay from the chunk's begin to after each token
+    until: jax.Array  # [heads, n, channels or 1] decay after each token to the chunk's end
+
+
+def _by_head(q: jax.Array, k: jax.Array, log_decay: jax.Array, group: int) -> _Decayed:
+    """Multiply q and k [key_heads, n, dim] with k; heads decay as a whole.
+
+    Sums are from each token to each token, not differences of sums, which cancel after strong
+    decay. A later token has no weight: its exponent is masked.
+    """
+    log_decay = log_decay[..., 0]
     n = log_decay.shape[-1]
     causal = jnp.tril(jnp.ones((n, n), bool))
-    # Sums from each token to each token, not differences of sums, which cancel after strong decay.
-    # A later token has no weight: its exponent is masked.
     later = jnp.where(jnp.tril(causal, -1), log_decay[:, :, None], 0)
     between = _times("im,hmj->hij", causal.astype(jnp.float32), later)
     decay = jnp.exp(jnp.where(causal, between, -jnp.inf))
+    of_keys, of_queries = (
+        jnp.repeat(_times("hik,hjk->hij", x, k), group, axis=0) * decay for x in (k, q)
+    )
+    since = jnp.exp(jnp.cumsum(log_decay, axis=-1))
+    until = jnp.exp(between[:, -1])
+    return _Decayed(of_keys, of_queries, since[..., None], until[..., None])
 
-    def of_value_heads(x: jax.Array) -> jax.Array:
-        return jnp.repeat(x, tokens.group, axis=0)
 
-    system = of_value_heads(_times("hik,hjk->hij", k, k)) * decay * beta[..., None]
-    since = jnp.exp(jnp.cumsum(log_decay, axis=-1))[..., None]
-    k, q, seen = of_value_heads(k), of_value_heads(q), of_value_heads(_times("hik,hjk->hij", q, k))
-    change = beta[..., None] * (v - since * _times("hik,hkv->hiv", k, state))
-    change = _times("hij,hjv->hiv", _inverse(system), change)
-    out = since * _times("hik,hkv->hiv", q, state) + _times("hij,hjv->hiv", seen * decay, change)
-    until = jnp.exp(between[:, -1])[..., None]
-    state = since[:, -1:] * state
-    return jnp.moveaxis(out, 0, 1), state + _times("hik,hiv->hkv", k * until, change)
+def _by_channel(q: jax.Array, k: jax.Array, log_decay: jax.Array, group: int) -> _Decayed:
+    """Multiply q and k [key_heads, n, dim] with k; channels decay.
+
+    A block of tokens is multiplied with the block before it, for sizes of 1, 2, 4 and so on. The
+    decay between two tokens is then the product of two: after the key's token to the border
+    between the blocks, and from there on. Neither exceeds 1, so that no product overflows. Sums of
+    logs are never differences.
+    """
+    q, k = (jnp.repeat(x, group, axis=0) for x in (q, k))
+    rows = jnp.stack([k, q], axis=1)
+    num_heads, n, dim = k.shape
+    number = jnp.arange(n)
+    since, until = log_decay, jnp.zeros_like(log_decay)  # in each block
+    products = jnp.where(jnp.eye(n, dtype=bool), _times("hrik,hjk->hrij", rows, k), 0)
+    size = 1
+    while size < n:
+        is_second = (number // size % 2 == 1)[:, None]
+        decay = jnp.exp(jnp.where(is_second, since, until))
+        found = _times("hrik,hjk->hrij", rows * decay[:, None], k * decay)
+        products = jnp.where(_is_below(n, size), found, products)
+        shape = num_heads, -1, 2 * size, dim
+        ends = since.reshape(shape)[:, :, size - 1 :: size]
+        first, second = (ends[:, :, i, None] for i in range(2))
+        since, until = since.reshape(shape), until.reshape(shape)
+        since = since.at[:, :, size:].add(first).reshape(log_decay.shape)
+        until = until.at[:, :, :size].add(second).reshape(log_decay.shape)
+        size *= 2
+    return _Decayed(products[:, 0], products[:, 1], jnp.exp(since), jnp.exp(until))
+
+
+def _is_below(n: int, size: int) -> jax.Array:
+    """Return bool [n, n]: in each second block's rows, the columns of the block before it."""
+    row, column = jnp.arange(n)[:, None] // size, jnp.arange(n) // size
+    return (row == column + 1) & (row % 2 == 1)
 
 
 def _times(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -183,12 +248,10 @@ def _inverse(lower: jax.Array) -> jax.Array:
     alike.
     """
     n = lower.shape[-1]
-    row, column = jnp.arange(n)[:, None], jnp.arange(n)
     inverse = jnp.broadcast_to(jnp.eye(n), lower.shape)
     size = 1
     while size < n:
-        is_below = (row // size == column // size + 1) & (row // size % 2 == 1)
-        below = _times("hij,hjk->hik", jnp.where(is_below, lower, 0), inverse)
+        below = _times("hij,hjk->hik", jnp.where(_is_below(n, size), lower, 0), inverse)
         inverse = inverse - _times("hij,hjk->hik", inverse, below)
         size *= 2
     return inverse

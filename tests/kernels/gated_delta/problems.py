@@ -28,6 +28,7 @@ class Program(NamedTuple):
     rows: int = 6
     tokens: int = 256
     max_snapshots: int = 4
+    by_channel: bool = False  # each channel of a key decays by a factor of its own
 
     @property
     def value_heads(self) -> int:
@@ -130,8 +131,10 @@ def build(case: Case) -> Problem:
     q, k = rng.normal(size=(2, *keys))
     if case.same_keys:
         k[:] = k[:1] * np.sign(rng.normal(size=(program.tokens, 1, 1)))
-    # Some heads forget all at once, some nothing.
-    decay = -rng.exponential(size=values[:2]) * rng.choice([0, 0.01, 1, 100], size=values[1])
+    # Some heads, or channels, forget all at once, some nothing.
+    forgetting = values[1], program.key_dim if program.by_channel else 1
+    rates = rng.choice([0, 0.01, 1, 100], size=forgetting)
+    decay = -rng.exponential(size=(program.tokens, *forgetting)) * rates
     beta = rng.uniform(0.9 if case.same_keys else 0.01, 0.999, size=values[:2])
     shape = (LAYERS, program.num_slots, program.value_heads, program.key_dim, program.value_dim)
     conv_shape = (*shape[:2], program.width - 1, program.channels)

@@ -71,7 +71,7 @@ def gated_delta(
         new = np.empty_like(old)
         for head in range(v.shape[1]):
             key, query = scaled(k[t, head // group]), scaled(q[t, head // group])
-            s = np.exp(log_decay[t, head]) * old[head]
+            s = np.exp(log_decay[t, head])[:, None] * old[head]
             s = s + np.outer(key, beta[t, head] * (v[t, head] - s.T @ key))
             out[t, head] = s.T @ query / np.sqrt(q.shape[2])
             new[head] = s

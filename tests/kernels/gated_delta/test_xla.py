@@ -27,6 +27,7 @@ PROGRAMS = (
     Program(),
     Program(max_drafts=3, rows=11, tokens=140, key_heads=1),
     Program(group=1, key_dim=8, width=2, rows=5, tokens=200),
+    Program(by_channel=True, max_drafts=1),
 )
 BFLOAT16 = Program(dtype=jnp.bfloat16, state_dtype=jnp.bfloat16, max_drafts=2)
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 2e-2}
@@ -74,9 +75,10 @@ def test_any_step_agrees_with_token_by_token_however_often_it_is_tried(case):
     check(case)
 
 
-def test_much_is_forgotten_before_little():
+@pytest.mark.parametrize("program", [PROGRAMS[0], PROGRAMS[3]], ids=["heads", "channels"])
+def test_much_is_forgotten_before_little(program):
     """Sums of decays are then large, and differences of them would be those of rounding."""
-    check(Case(PROGRAMS[0], [], [(0, 128)], [], seed=0))
+    check(Case(program, [], [(0, 128)], [], seed=0))
 
 
 STEPS = {

@@ -16,46 +16,71 @@ NO_DECAY_BELOW = -128.0  # log of a decay; its exp is zero
 COARSE_STEPS = 1024.0  # steps per unit of the log: sums of 64 tokens in such steps are exact
 
 
-class ChunkByHead(NamedTuple):
-    """Buffers of a chunk; logs of decays are in two parts, summed since the chunk began."""
+class HeadDecays(NamedTuple):
+    """Logs of decays of whole heads, in two parts, summed since the chunk began."""
 
-    q: Any  # [Hk, C, 128]
-    k: Any  # [Hk, C, 128]
-    v: Any  # [Hv, C, 128] values, then outputs
     coarse: Any  # [Hv, C, 128] a token's number in all lanes
     fine: Any  # [Hv, C, 128]
     coarse_rows: Any  # [128, 2 * C] a head's numbers, twice
     fine_rows: Any  # [128, 2 * C]
-    beta_rows: Any  # [128, 2 * C]
 
     @classmethod
-    def scratch(cls, key_heads: int, value_heads: int) -> "ChunkByHead":
-        keys, values = (
-            pltpu.VMEM((n, CHUNK_TOKENS, LANES), jnp.float32) for n in (key_heads, value_heads)
-        )
-        rows = pltpu.VMEM((LANES, SIDE_BY_SIDE * CHUNK_TOKENS), jnp.float32)
-        return cls(keys, keys, *[values] * 3, *[rows] * 3)
+    def scratch(cls, value_heads: int) -> "HeadDecays":
+        values = pltpu.VMEM((value_heads, CHUNK_TOKENS, LANES), jnp.float32)
+        return cls(values, values, _rows_scratch(), _rows_scratch())
 
-    def decay(self, head: Any, tokens: slice) -> jax.Array:
+    def since(self, head: Any, tokens: slice) -> jax.Array:
         """Return a head's decay since the chunk began, in all lanes."""
         return jnp.exp(self.coarse[head, tokens] + self.fine[head, tokens])
 
-    def spread_gates(self, log_decay: jax.Array, beta: jax.Array) -> None:
-        """Store a chunk's gates [C, 128], with one head in each lane."""
+    def spread(self, log_decay: jax.Array) -> None:
+        """Store a chunk's decays [C, 128], with one head in each lane."""
         coarse, fine = coarse_and_fine(log_decay)
-        row, column = row_and_column((CHUNK_TOKENS, CHUNK_TOKENS))
-        up_to, own = (x.astype(jnp.float32) for x in (column <= row, column == row))
+        up_to = _tokens_up_to()
         # A token's gates are in a separate register; products with ones combine them.
         for target, gate in ((self.coarse, coarse), (self.fine, fine)):
             summed = product(up_to, gate, (1, 0))
-            for head in range(self.v.shape[0]):
+            for head in range(target.shape[0]):
                 target[head] = jnp.broadcast_to(summed[:, head : head + 1], (CHUNK_TOKENS, LANES))
-        for target, gate, which in (
-            (self.coarse_rows, coarse, up_to),
-            (self.fine_rows, fine, up_to),
-            (self.beta_rows, beta, own),
-        ):
-            target[...] = product(gate, jnp.concatenate([which] * SIDE_BY_SIDE, axis=0), (0, 1))
+        for target, gate in ((self.coarse_rows, coarse), (self.fine_rows, fine)):
+            target[...] = _by_row(gate, up_to)
+
+
+class ChunkByHead(NamedTuple):
+    """Buffers of a chunk."""
+
+    q: Any  # [Hk, C, 128]
+    k: Any  # [Hk, C, 128]
+    v: Any  # [Hv, C, 128] values, then outputs
+    beta_rows: Any  # [128, 2 * C] a head's numbers, twice
+    decays: Any  # of whole heads `HeadDecays`; by channel [Hv, C, 128], a token's logs
+
+    @classmethod
+    def scratch(cls, key_heads: int, value_heads: int, *, by_channel: bool) -> "ChunkByHead":
+        keys, values = (
+            pltpu.VMEM((n, CHUNK_TOKENS, LANES), jnp.float32) for n in (key_heads, value_heads)
+        )
+        decays = values if by_channel else HeadDecays.scratch(value_heads)
+        return cls(keys, keys, values, _rows_scratch(), decays)
+
+    def spread_betas(self, beta: jax.Array) -> None:
+        """Store a chunk's betas [C, 128], with one head in each lane."""
+        row, column = row_and_column((CHUNK_TOKENS, CHUNK_TOKENS))
+        self.beta_rows[...] = _by_row(beta, (column == row).astype(jnp.float32))
+
+
+def _rows_scratch() -> Any:
+    return pltpu.VMEM((LANES, SIDE_BY_SIDE * CHUNK_TOKENS), jnp.float32)
+
+
+def _tokens_up_to() -> jax.Array:
+    row, column = row_and_column((CHUNK_TOKENS, CHUNK_TOKENS))
+    return (column <= row).astype(jnp.float32)
+
+
+def _by_row(gate: jax.Array, which: jax.Array) -> jax.Array:
+    """Return sums of a gate [C, 128] over tokens, a head in each row: [128, 2 * C]."""
+    return product(gate, jnp.concatenate([which] * SIDE_BY_SIDE, axis=0), (0, 1))
 
 
 def coarse_and_fine(log_decay: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -20,6 +20,7 @@ DMAs of token t:
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -44,6 +45,7 @@ class _Kernel(NamedTuple):
     hbm: DeltaArrays  # gates float32 [T, 2, Hv, 128]
     buffers: Buffers
     sems: Semaphores
+    by_channel: bool  # decays are by channel, else in all lanes
 
     @property
     def num_buffers(self) -> int:
@@ -68,20 +70,29 @@ def decode_gated_delta(
     """
     decoded = batch.max_decode_tokens
     q, k, v, log_decay, beta = tokens
-    by_head = jnp.stack([jnp.exp(log_decay[:decoded]), beta[:decoded]], axis=1)
-    gates = jnp.broadcast_to(by_head[..., None], (*by_head.shape, LANES))
+    by_head = (decoded, v.shape[1], LANES)
+    parts = jnp.exp(log_decay[:decoded]), beta[:decoded, :, None]
+    gates = jnp.stack([jnp.broadcast_to(part, by_head) for part in parts], axis=1)
     hbm = DeltaArrays(q, k, gates, v, states)
     n = num_buffers(states[0, 0].size * states.dtype.itemsize)
     rows, scratch = StateRows.of(batch, layer), [Buffers.scratch(hbm, n), Semaphores.scratch(n)]
-    out, states = call(_kernel, "gated_delta_decode", (rows,), (), hbm, 2, scratch)
+    kernel = partial(_kernel, by_channel=tokens.decays_by_channel)
+    out, states = call(kernel, "gated_delta_decode", (rows,), (), hbm, 2, scratch)
     return out, states
 
 
 def _kernel(
-    rows: StateRows, hbm: DeltaArrays, tokens: Any, states: Any, buffers: Buffers, sems: Semaphores
+    rows: StateRows,
+    hbm: DeltaArrays,
+    tokens: Any,
+    states: Any,
+    buffers: Buffers,
+    sems: Semaphores,
+    *,
+    by_channel: bool,
 ) -> None:
     # Inputs and results share memory: one array is read and written.
-    kernel = _Kernel(rows, hbm._replace(v=tokens, states=states), buffers, sems)
+    kernel = _Kernel(rows, hbm._replace(v=tokens, states=states), buffers, sems, by_channel)
     num_tokens, ahead = rows.q_offsets[rows.num_decode[0]], kernel.num_buffers - 1
 
     @pl.loop(0, jnp.minimum(num_tokens, ahead))
@@ -126,19 +137,22 @@ def _change(kernel: _Kernel, token: jax.Array, state: Any) -> None:
     key_heads, value_heads = buffers.k.shape[1], buffers.v.shape[1]
     q, k = unit(buffers.q[at]) * LANES**-0.5, unit(buffers.k[at])
     both = jnp.sum(q * k, axis=1, keepdims=True)
-    columns = _columns(k, q)
+    columns = _columns(k, q, *[buffers.gates[at, 0]] * kernel.by_channel)
     for head in range(value_heads):
         key_head = head // (value_heads // key_heads)
         key, query = (columns[:, i : i + 1] for i in (key_head, key_heads + key_head))
         own = slice(head, head + 1)
         decay, beta = (buffers.gates[at, gate, own] for gate in range(2))
-        old = state[head].astype(jnp.float32)
-        seen = decay * jnp.sum(old * key, axis=0, keepdims=True)
+        if kernel.by_channel:
+            number = 2 * key_heads + head
+            decay = columns[:, number : number + 1]
+        decayed = state[head].astype(jnp.float32) * decay
+        seen = jnp.sum(decayed * key, axis=0, keepdims=True)
         change = beta * (buffers.v[at, own].astype(jnp.float32) - seen)
-        out = decay * jnp.sum(old * query, axis=0, keepdims=True)
+        out = jnp.sum(decayed * query, axis=0, keepdims=True)
         out += both[key_head : key_head + 1] * change
         buffers.out[at, own] = out.astype(buffers.out.dtype)
-        new = old * decay + key * change
+        new = decayed + key * change
         buffers.states[1, at, head] = new.astype(buffers.states.dtype)
 
 

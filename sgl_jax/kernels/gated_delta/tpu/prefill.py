@@ -8,7 +8,7 @@ heads alternate.
 Grid: none. One program processes the chunks in order.
 
 Buffers, with C = 64, and a state [Hv, 128, 128]:
-    q, k, v, gates, out   [2, C, heads, 128]   of chunk c in c % 2, by token; gates [2, C, 2, 128]
+    q, k, v, gates, out   [2, C, heads, 128]   of chunk c in c % 2, by token; gates [2, C, *, 128]
     states                [2, 2, *state]       before chunk c in [0, c % 2], after it in [1, c % 2]
     by_head               [heads, C, 128]      float32: the same as q, k, v and out by head
     gates by head         see `by_head.py`
@@ -30,13 +30,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, DeltaInputs, StateBatch
+from sgl_jax.kernels.gated_delta.tpu.by_channel import summed_tokens
 from sgl_jax.kernels.gated_delta.tpu.by_head import ChunkByHead
 from sgl_jax.kernels.gated_delta.tpu.inverse import SIDE_BY_SIDE, inverses
+from sgl_jax.kernels.gated_delta.tpu.pairs import Pair, Vectors, channel_pairs, head_pairs
 from sgl_jax.kernels.gated_delta.tpu.shared import (
     Buffers,
     DeltaArrays,
     Semaphores,
-    row_and_column,
     unit,
 )
 from sgl_jax.kernels.pallas_tpu import call, for_each_run, product, start, wait
@@ -45,7 +46,6 @@ from sgl_jax.kernels.tpu_chip import LANES
 RUN_TOKENS = 16  # a DMA's size is static: partial chunks are copied in such runs, and by token
 TURNED_TOKENS = 32  # tokens ordered by head at once
 VALUE_HEADS = 16
-NEVER = -1e30  # log of a decay; its exp is zero
 
 
 class _Chunks(NamedTuple):
@@ -64,10 +64,17 @@ class _Chunks(NamedTuple):
 
 class _Kernel(NamedTuple):
     chunks: _Chunks
-    hbm: DeltaArrays  # gates float32 [T, 2, 128]: logs of decays, and betas, by value head
+    # Gates are float32 [T, 2, 128], the logs of decays, and betas, with a value head in each lane;
+    # by channel [T, Hv + 8, 128], the logs of each value head, and betas.
+    hbm: DeltaArrays
     buffers: Buffers
     by_head: ChunkByHead
     sems: Semaphores
+    which: Any  # `by_channel.summed_tokens`; None if decays are of whole heads
+
+    @property
+    def by_channel(self) -> bool:
+        return self.which is not None
 
     @property
     def group(self) -> int:
@@ -91,8 +98,12 @@ def prefill_gated_delta(
     """
     q, k, v, log_decay, beta = tokens
     key_heads, value_heads = k.shape[1], v.shape[1]
-    gates = jnp.stack([log_decay, beta], axis=1)
-    gates = jnp.pad(gates, ((0, 0), (0, 0), (0, LANES - value_heads)))
+    beta, which = _in_lanes(beta), None
+    if by_channel := tokens.decays_by_channel:
+        which = jnp.asarray(summed_tokens(), jnp.bfloat16)
+        gates = jnp.concatenate([log_decay, jnp.pad(beta, ((0, 0), (0, 7), (0, 0)))], axis=1)
+    else:
+        gates = jnp.concatenate([_in_lanes(log_decay[..., 0]), beta], axis=1)
     hbm = DeltaArrays(q, k, gates, v, states)
 
     chunks = _Chunks(
@@ -105,15 +116,21 @@ def prefill_gated_delta(
     )
     scratch = [
         Buffers.scratch(hbm, 2, CHUNK_TOKENS),
-        ChunkByHead.scratch(key_heads, value_heads),
+        ChunkByHead.scratch(key_heads, value_heads, by_channel=by_channel),
         Semaphores.scratch(2),
     ]
-    out, states = call(_kernel, "gated_delta_prefill", (chunks,), (), hbm, 2, scratch)
+    out, states = call(_kernel, "gated_delta_prefill", (chunks,), (which,), hbm, 2, scratch)
     return out, states
+
+
+def _in_lanes(gate: jax.Array) -> jax.Array:
+    """Return a gate [T, heads] with a head in each lane, [T, 1, 128]."""
+    return jnp.pad(gate, ((0, 0), (0, LANES - gate.shape[1])))[:, None]
 
 
 def _kernel(
     chunks: _Chunks,
+    which: Any,
     hbm: DeltaArrays,
     tokens: Any,
     states: Any,
@@ -122,7 +139,7 @@ def _kernel(
     sems: Semaphores,
 ) -> None:
     # Inputs and results share memory: one array is read and written.
-    kernel = _Kernel(chunks, hbm._replace(v=tokens, states=states), buffers, by_head, sems)
+    kernel = _Kernel(chunks, hbm._replace(v=tokens, states=states), buffers, by_head, sems, which)
     num_chunks = chunks.num_chunks[0]
     pl.when(num_chunks > 0)(lambda: _for_inputs(kernel, jnp.int32(0), start))
 
@@ -196,14 +213,22 @@ def _begin_chunk(kernel: _Kernel, chunk: jax.Array) -> None:
         for buffer in buffers[:4]:
             buffer[at, token] = jnp.zeros(buffer.shape[2:], buffer.dtype)
 
-    for source, target in ((buffers.q, by_head.q), (buffers.k, by_head.k), (buffers.v, by_head.v)):
+    turned = [(buffers.q, by_head.q), (buffers.k, by_head.k), (buffers.v, by_head.v)]
+    if kernel.by_channel:
+        turned.append((buffers.gates, by_head.decays))
+    for source, target in turned:
 
         @pl.loop(0, CHUNK_TOKENS // TURNED_TOKENS)
         def _(i: jax.Array, source: Any = source, target: Any = target) -> None:
             some = pl.ds(pl.multiple_of(i * TURNED_TOKENS, TURNED_TOKENS), TURNED_TOKENS)
-            target[:, some] = jnp.swapaxes(source[at, some].astype(jnp.float32), 0, 1)
+            heads = source[at, some, : target.shape[0]]
+            target[:, some] = jnp.swapaxes(heads.astype(jnp.float32), 0, 1)
 
-    by_head.spread_gates(*(buffers.gates[at, :, gate] for gate in range(2)))
+    if kernel.by_channel:
+        by_head.spread_betas(buffers.gates[at, :, by_head.v.shape[0]])
+    else:
+        by_head.decays.spread(buffers.gates[at, :, 0])
+        by_head.spread_betas(buffers.gates[at, :, 1])
 
 
 def _end_chunk(kernel: _Kernel, chunk: jax.Array) -> None:
@@ -235,37 +260,27 @@ def _state_before(kernel: _Kernel, chunk: jax.Array) -> Any:
     return kernel.buffers.states.at[jnp.where(is_stored, 0, 1), jnp.where(is_stored, at, 1 - at)]
 
 
-class _Pair(NamedTuple):
-    """The equations of two value heads side by side, float32."""
-
-    heads: tuple[Any, Any]  # their indices
-    system: jax.Array  # [C, 2 * C]; only the parts below the diagonals are used
-    weights: jax.Array  # [C + 128, 2 * C] of each token for each query, and for the states
-    rows: list[jax.Array]  # [2 * C, 128] of each head: its keys, then its queries, for products
-
-
 def _change(kernel: _Kernel, key_heads: list[Any], before: Any, at: Any) -> None:
     """Compute the outputs of some key heads' value heads, and their states after the chunk."""
-    by_head, group, dtype = kernel.by_head, kernel.group, kernel.product_dtype
-    keys = [unit(by_head.k[head]) for head in key_heads]
-    queries = [unit(by_head.q[head]) * LANES**-0.5 for head in key_heads]
-    rows = [jnp.concatenate(x, axis=0).astype(dtype) for x in zip(keys, queries, strict=True)]
-    similar = [
-        product(own, jnp.concatenate([own[:CHUNK_TOKENS]] * SIDE_BY_SIDE, axis=0), (1, 1))
-        for own in rows
-    ]
+    by_head, group = kernel.by_head, kernel.group
+    vectors = Vectors(
+        [unit(by_head.k[head]) for head in key_heads],
+        [unit(by_head.q[head]) * LANES**-0.5 for head in key_heads],
+    )
+    if kernel.by_channel:
+        pair = channel_pairs(by_head, kernel.which, vectors, kernel.product_dtype)
+    else:
+        pair = head_pairs(by_head, vectors, kernel.product_dtype)
     # An unpaired head is paired with itself.
     last = len(key_heads) * group - 1
-    both = [(n, min(n + 1, last)) for n in range(0, last + 1, SIDE_BY_SIDE)]
     pairs = []
-    for numbers in both:
-        own = [n // group for n in numbers]
+    for numbers in [(n, min(n + 1, last)) for n in range(0, last + 1, SIDE_BY_SIDE)]:
         heads = tuple(key_heads[n // group] * group + n % group for n in numbers)
-        pairs.append(_pair(kernel, heads, *([x[n] for n in own] for x in (keys, similar, rows))))
+        pairs.append(pair((heads[0], heads[1]), [n // group for n in numbers]))
     _change_pairs(kernel, pairs, before, at)
 
 
-def _change_pairs(kernel: _Kernel, pairs: list[_Pair], before: Any, at: Any) -> None:
+def _change_pairs(kernel: _Kernel, pairs: list[Pair], before: Any, at: Any) -> None:
     """Compute `_change` for pairs of value heads, with stores last, so that no load waits."""
     by_head, dtype = kernel.by_head, kernel.product_dtype
     # Products with the old state come first: they need no inverse, and the compiler schedules them
@@ -281,9 +296,10 @@ def _change_pairs(kernel: _Kernel, pairs: list[_Pair], before: Any, at: Any) -> 
         for pair, change in zip(pairs, changes, strict=True)
     ]
     for pair, (read, _), result in zip(pairs, found, new, strict=True):
-        for head, own_read, own in zip(pair.heads, read, _halves(result), strict=True):
+        for head, own_read, own, decay in zip(
+            pair.heads, read, _halves(result), pair.decays, strict=True
+        ):
             by_head.v[head] = own_read + own[:CHUNK_TOKENS]
-            decay = by_head.decay(head, slice(CHUNK_TOKENS - 1, CHUNK_TOKENS))
             state = before[head].astype(jnp.float32) * decay + own[CHUNK_TOKENS:]
             kernel.buffers.states[1, at, head] = state.astype(kernel.buffers.states.dtype)
 
@@ -292,7 +308,7 @@ def _halves(both: jax.Array) -> list[jax.Array]:
     return [both[:, :LANES], both[:, LANES:]]
 
 
-def _found(kernel: _Kernel, pair: _Pair, before: Any) -> tuple[list[jax.Array], list[jax.Array]]:
+def _found(kernel: _Kernel, pair: Pair, before: Any) -> tuple[list[jax.Array], list[jax.Array]]:
     """Return the old states' part of outputs [C, 128], and right sides, of two value heads."""
     by_head, dtype, rows = kernel.by_head, kernel.product_dtype, pair.rows
     states = [before[head].astype(dtype) for head in pair.heads]
@@ -302,9 +318,12 @@ def _found(kernel: _Kernel, pair: _Pair, before: Any) -> tuple[list[jax.Array], 
         found = [product(x, y, (1, 0)) for x, y in zip(rows, states, strict=True)]
     read, alone = [], []
     for head, own in zip(pair.heads, found, strict=True):
-        decay = by_head.decay(head, slice(None))
-        alone.append(by_head.v[head] - decay * own[:CHUNK_TOKENS])
-        read.append(decay * own[CHUNK_TOKENS:])
+        seen, out = own[:CHUNK_TOKENS], own[CHUNK_TOKENS:]
+        if not kernel.by_channel:
+            decay = by_head.decays.since(head, slice(None))
+            seen, out = decay * seen, decay * out
+        alone.append(by_head.v[head] - seen)
+        read.append(out)
     return read, alone
 
 
@@ -314,53 +333,3 @@ def _apart(matrices: list[jax.Array], dtype: jnp.dtype) -> jax.Array:
     zeros = jnp.zeros_like(left)
     upper, lower = (jnp.concatenate(x, axis=1) for x in ((left, zeros), (zeros, right)))
     return jnp.concatenate([upper, lower], axis=0)
-
-
-def _pair(
-    kernel: _Kernel,
-    heads: tuple[Any, ...],
-    keys: list[jax.Array],
-    similar: list[jax.Array],
-    rows: list[jax.Array],
-) -> _Pair:
-    """Build the equations of two value heads.
-
-    `similar` [2 * C, 2 * C] is each head's `rows` times its keys, twice. A change is computed as if
-    beta were 1, and beta is a factor of its weights: one number for each column, which costs less
-    than one for each row.
-    """
-    by_head = kernel.by_head
-    row, column = row_and_column((CHUNK_TOKENS, LANES))
-    is_left, column = column < CHUNK_TOKENS, column & (CHUNK_TOKENS - 1)
-
-    def beside(left: jax.Array, right: jax.Array) -> jax.Array:
-        mask = is_left[: left.shape[0]]
-        return jnp.where(mask, left, right)
-
-    def of_heads(array: Any) -> jax.Array:
-        return beside(*(array[head] for head in heads))
-
-    def of_rows(array: Any) -> jax.Array:
-        return beside(*(array[pl.ds(head, 1)] for head in heads))
-
-    coarse_row, fine_row, beta = map(
-        of_rows, (by_head.coarse_rows, by_head.fine_rows, by_head.beta_rows)
-    )
-    coarse, fine = of_heads(by_head.coarse), of_heads(by_head.fine)
-    between = (coarse - coarse_row) + (fine - fine_row)
-    end = slice(CHUNK_TOKENS - 1, CHUNK_TOKENS)
-    until = jnp.exp((coarse[end] - coarse_row) + (fine[end] - fine_row))
-    # A later token has no weight: its exponent is masked.
-    decay = jnp.exp(jnp.where(_is_seen(row, column), between, NEVER)) * beta
-    if similar[0] is similar[1]:
-        of_keys, of_queries = similar[0][:CHUNK_TOKENS], similar[0][CHUNK_TOKENS:]
-    else:
-        of_keys = beside(*(x[:CHUNK_TOKENS] for x in similar))
-        of_queries = beside(*(x[CHUNK_TOKENS:] for x in similar))
-    turned = jnp.concatenate(keys, axis=0).T
-    weights = jnp.concatenate([of_queries * decay, turned * (until * beta)], axis=0)
-    return _Pair((heads[0], heads[1]), of_keys * decay, weights, rows)
-
-
-def _is_seen(row: jax.Array, column: jax.Array) -> jax.Array:
-    return column <= row

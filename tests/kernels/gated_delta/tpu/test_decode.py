@@ -28,6 +28,7 @@ PROGRAMS = (
     Program(**SHAPE, key_heads=2, group=1, max_drafts=2),
     Program(**SHAPE, key_heads=1, group=2, dtype=jnp.bfloat16, max_drafts=1),
 )
+CHANNELS = Program(**SHAPE, key_heads=1, group=2, by_channel=True, max_drafts=2)
 BFLOAT16_STATES = PROGRAMS[2]._replace(state_dtype=jnp.bfloat16)
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 1e-2}
 
@@ -79,7 +80,7 @@ def test_decode_rows_agree_with_the_reference(mode, case):
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 @settings(max_examples=150, deadline=None)
-@given(case=cases((*PROGRAMS, BFLOAT16_STATES)))
+@given(case=cases((*PROGRAMS, CHANNELS, BFLOAT16_STATES)))
 def test_decode_rows_agree_with_the_reference_however_often_it_is_tried(mode, case):
     check(case, compiled(case.program, MODES[mode]))
 
@@ -88,7 +89,11 @@ DRAFTS = Case(PROGRAMS[1], [(4, 3), (0, 1), (9, 2), (7, 3), (8, 1)], [(3, 7)], [
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("case", [DRAFTS, DRAFTS._replace(decodes=[])], ids=["some", "none"])
+@pytest.mark.parametrize(
+    "case",
+    [DRAFTS, DRAFTS._replace(decodes=[]), DRAFTS._replace(program=CHANNELS)],
+    ids=["some", "none", "channels"],
+)
 def test_drafts_beside_a_prompt(case, mode):
     check(case, compiled(case.program, MODES[mode]))
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from jax.experimental.pallas.tpu import force_tpu_interpret_mode
 
-from sgl_jax.kernels.gated_delta.tpu import by_head, inverse
+from sgl_jax.kernels.gated_delta.tpu import by_channel, by_head, inverse, pairs
 from sgl_jax.kernels.gated_delta.tpu import prefill as module
 from tests.kernels.gated_delta.problems import (
     LAYER,
@@ -27,6 +27,11 @@ PROGRAMS = (
     Program(**SHAPE, key_heads=2, group=2),
     Program(**SHAPE, key_heads=1, group=3, max_drafts=2),
     Program(**SHAPE, key_heads=2, group=1, dtype=jnp.bfloat16, max_drafts=1),
+)
+# An odd number of heads, and several of a key; roundings.
+CHANNELS = (
+    Program(**SHAPE, key_heads=1, group=3, by_channel=True),
+    Program(**SHAPE, key_heads=2, group=1, by_channel=True, dtype=jnp.bfloat16, max_drafts=1),
 )
 BFLOAT16_STATES = PROGRAMS[2]._replace(state_dtype=jnp.bfloat16)
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 2e-2}
@@ -85,7 +90,7 @@ def test_prefill_rows_agree_with_the_reference(mode, case):
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 @settings(max_examples=200, deadline=None)
-@given(case=cases((*PROGRAMS, BFLOAT16_STATES)))
+@given(case=cases((*PROGRAMS, *CHANNELS, BFLOAT16_STATES)))
 def test_prefill_rows_agree_with_the_reference_however_often_it_is_tried(mode, case):
     check(case, compiled(case.program, MODES[mode]))
 
@@ -98,6 +103,7 @@ MIXED = Case(PROGRAMS[0], [(4, 1)], [(30, 130), (0, 40), (7, 1)], [(1, 0.3), (2,
     "case",
     [
         pytest.param(MIXED, id="some"),
+        pytest.param(MIXED._replace(program=CHANNELS[0]), id="channels"),
         pytest.param(MIXED._replace(same_keys=True), id="the same keys", marks=pytest.mark.long),
         pytest.param(MIXED._replace(prefills=[]), id="none"),
     ],
@@ -106,7 +112,7 @@ def test_prompts_beside_decode_rows(case, mode):
     check(case, compiled(case.program, MODES[mode]))
 
 
-@pytest.mark.parametrize("program", [PROGRAMS[2], *long(BFLOAT16_STATES)])
+@pytest.mark.parametrize("program", [PROGRAMS[2], *long(BFLOAT16_STATES, CHANNELS[1])])
 def test_bfloat16(program):
     check(MIXED._replace(program=program, same_keys=True), compiled(program, EAGER))
 
@@ -127,12 +133,14 @@ def test_a_beta_at_its_ends(beta, program):
     check_problem(problem, program, compiled(program, EAGER))
 
 
-@pytest.mark.parametrize("program", [PROGRAMS[0], *long(PROGRAMS[2])])
+@pytest.mark.parametrize("program", [PROGRAMS[0], *long(PROGRAMS[2], CHANNELS[0])])
 def test_much_is_forgotten_and_then_little(program):
     problem = build(PROMPT._replace(program=program, same_keys=True))
     problem.log_decay[:, 0] = -1e-5
-    problem.log_decay[::7, 0] = np.resize([-120.3, -1000, -1e-7, -90.7], len(problem.q[::7]))
-    problem.log_decay[:, 1] = np.where(np.arange(len(problem.log_decay)) % 64 < 40, -101.7, -2e-4)
+    problem.log_decay[::7, 0, 0] = np.resize([-120.3, -1000, -1e-7, -90.7], len(problem.q[::7]))
+    problem.log_decay[:, 1, 0] = np.where(
+        np.arange(len(problem.log_decay)) % 64 < 40, -101.7, -2e-4
+    )
     check_problem(problem, program, compiled(program, EAGER))
 
 
@@ -157,11 +165,16 @@ def go_on_from_another_buffer(monkeypatch):
 
 
 def see_one_token_less(monkeypatch):
-    monkeypatch.setattr(module, "_is_seen", lambda row, column: column < row)
+    monkeypatch.setattr(pairs, "_is_seen", lambda row, column: column < row)
 
 
 def see_one_token_more(monkeypatch):
-    monkeypatch.setattr(module, "_is_seen", lambda row, column: column <= row + 1)
+    monkeypatch.setattr(pairs, "_is_seen", lambda row, column: column <= row + 1)
+
+
+def take_the_decay_of_other_blocks(monkeypatch):
+    sizes = by_channel._SIZES
+    monkeypatch.setattr(by_channel, "_SIZES", [*sizes[:3], sizes[2], *sizes[4:]])
 
 
 def write_another_slot(monkeypatch):
@@ -222,3 +235,13 @@ def test_a_seeded_fault_is_noticed(fault, monkeypatch):
     fault(monkeypatch)
     with pytest.raises(AssertionError):
         check_in_both_modes(MIXED)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "fault", [take_the_decay_of_other_blocks, see_one_token_less, see_one_token_more]
+)
+def test_a_seeded_fault_of_channels_is_noticed(fault, monkeypatch):
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        check_in_both_modes(MIXED._replace(program=CHANNELS[0]))
