@@ -31,7 +31,7 @@ class Prompt(NamedTuple):
 
 def settings_of(refs: References) -> ImageSettings | None:
     """Return what the model's images must be like; None if it takes none."""
-    given: Any = refs.engine_info.get("image_settings")
+    given: Any = refs.engine_info.get("images")
     return None if given is None else _settings(msgspec.json.encode(given))
 
 
@@ -40,25 +40,36 @@ def _settings(given: bytes) -> ImageSettings:
     return msgspec.json.decode(given, type=ImageSettings)
 
 
+def check_images(refs: References, images: Sequence[ImageUrl]) -> None:
+    """Raise `InvalidRequestError` if the model does not take so many images, or any."""
+    most = refs.frontend.facts.max_images
+    if images and settings_of(refs) is None:
+        raise InvalidRequestError(
+            f"messages: {refs.model_name!r} takes no images: that needs a model with a vision "
+            "tower, and --enable-multimodal",
+            "messages",
+            "unsupported_images",
+        )
+    if len(images) > most:
+        raise InvalidRequestError(
+            f"messages: {len(images)} images, at most {most} are taken (--max-images-per-request)",
+            "messages",
+        )
+
+
 async def decode_images(
     request: Request, client: str, images: Sequence[ImageUrl]
 ) -> list[DecodedImage]:
-    """Return all images of a request for the model, decoded by workers.
+    """Return all images of a request for the model, decoded by workers. `check_images` comes first.
 
     Raises:
-        InvalidRequestError: the model takes no images, or one cannot be decoded.
+        InvalidRequestError: one cannot be fetched or decoded.
         ApiError: decoding took too long, or the client went away.
     """
-    if not images:
-        return []
     refs = references_of(request)
-    settings, limits = settings_of(refs), refs.limits
-    if settings is None:
-        reason = f"the model {refs.model_name!r} takes no images, only text"
-        raise InvalidRequestError(f"messages: {reason}", "messages", "unsupported_images")
-    if len(images) > limits.max_images:
-        reason = f"{len(images)} images, at most {limits.max_images} are taken"
-        raise InvalidRequestError(f"messages: {reason}", "messages")
+    settings = settings_of(refs)
+    if settings is None or not images:
+        return []
     named = [(f"image {n}" if len(images) > 1 else "the image") for n in range(1, len(images) + 1)]
 
     async def decode() -> list[DecodedImage]:
@@ -107,8 +118,7 @@ def place_images(
 ) -> Prompt:
     """Replace each placeholder in `ids` by the pseudo-ids of the next image.
 
-    Raises:
-        InvalidRequestError: there are more or fewer placeholders than images.
+    Raises `InvalidRequestError` unless there are as many placeholders as images.
     """
     if settings is None or not images:
         return Prompt(ids)

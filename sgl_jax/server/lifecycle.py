@@ -188,7 +188,7 @@ class _Server:
         args, info = self._args, self._ready.result()
         tokenizer, send = loading.result(), self._client.send
         self._frontend = front = Frontend(args, tokenizer, info, send, self._tracer)
-        takes_images = info.get("image_settings") is not None
+        takes_images = info.get("images") is not None
         limits = Limits.of(args, front.checks.max_prompt_chars, takes_images=takes_images)
         metrics = EngineMetrics(front.metrics)
         return References(args, front, info, metrics, limits, self._texts, self._health)

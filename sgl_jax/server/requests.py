@@ -23,7 +23,13 @@ from sgl_jax.server.guards.keys import (
     owner_of,
     tenant_of,
 )
-from sgl_jax.server.images import Prompt, decode_images, place_images, settings_of
+from sgl_jax.server.images import (
+    Prompt,
+    check_images,
+    decode_images,
+    place_images,
+    settings_of,
+)
 from sgl_jax.server.references import References, references_of
 from sgl_jax.server.text_pool import Ids
 from sgl_jax.text.jobs import EncodeChat, EncodeTexts
@@ -159,9 +165,10 @@ async def encode_with_images(
 
     Raises as `encode_texts`, and `InvalidRequestError` if an image is refused.
     """
-    refs = references_of(request)
+    refs, urls = references_of(request), list(chain(*images))
+    check_images(refs, urls)
     encoded = iter(await encode_texts(request, [each for each in prompts if isinstance(each, str)]))
-    decoded = iter(await decode_images(request, client_of(request), list(chain(*images))))
+    decoded = iter(await decode_images(request, client_of(request), urls))
     return [
         place_images(
             _unpack(refs, next(encoded)) if isinstance(prompt, str) else prompt,
@@ -189,6 +196,7 @@ async def encode_chat(request: Request, chat: ChatRequest) -> Prompt:
     num_chars = sum(message.num_chars for message in chat.messages) + len(written_tools)
     refs.frontend.checks.check_length(num_chars)
     settings, urls = settings_of(refs), chat.images
+    check_images(refs, urls)
     job = EncodeChat(
         msgspec.json.encode([message.for_template() for message in chat.messages]),
         written_tools,

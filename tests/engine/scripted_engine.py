@@ -66,6 +66,8 @@ from sgl_jax.engine.watchdog import Watchdog
 from sgl_jax.grammar.compiler import GrammarCompiler
 from sgl_jax.mem_cache.eviction.eviction_policy import EvictionPolicy
 from sgl_jax.scheduler.hint_counts import HintCounts
+from sgl_jax.text.tokenizer import Tokenizer
+from tests.support.images import image_settings
 
 CRASH_SEED = 666  # a request with this seed is a defect of the engine
 SLOW_CRASH_SEED = 667  # likewise, and the process takes `SLOW_EXIT_S` to end
@@ -136,6 +138,7 @@ class ScriptedEngine:
     model_path: str = "scripted"
     settings: dict[str, Any] = field(default_factory=dict)
     scheduler: Any = None  # whose memory is read
+    takes_images: bool = False
     _may_go_on: threading.Event = field(default_factory=threading.Event)
     _stands_still: threading.Event = field(default_factory=threading.Event)
 
@@ -167,7 +170,16 @@ class ScriptedEngine:
             "is_paused": self.is_paused,
             "model_path": self.model_path,
             "settings": self.settings,
+            **self._images,
         }
+
+    @property
+    def _images(self) -> dict[str, Any]:
+        limits = {"image_slots": 0, "max_images": 5, "max_image_tokens": 64, "image_token_side": 32}
+        if not self.takes_images:
+            return {**dict.fromkeys(limits, 0), "images": None}
+        settings = image_settings(Tokenizer.load(self.tokenizer_folder))
+        return {**limits, "images": msgspec.to_builtins(settings)}
 
     def run(self, channel: Channel, *, after_turn: object = None) -> None:
         with Watchdog(channel.send, Progress()):
@@ -460,6 +472,7 @@ def build(args: ServerArgs, progress: Progress) -> ScriptedEngine:
         step_s=args.random_seed / 1000,
         max_request_tokens=tokens,
         tokenizer_folder=args.tokenizer_folder,
+        takes_images=args.enable_multimodal,
     )
 
 

@@ -34,6 +34,11 @@ class SizedExecutor(OracleModelExecutor):
             "num_layers": 1,
             "experts_per_token": 0,
             "eos_token_ids": [],
+            "image_slots": sizes.image_slots,
+            "max_images": sizes.max_images,
+            "max_image_tokens": sizes.max_image_tokens,
+            "image_token_side": sizes.image_token_side,
+            "images": None,
             "model_path": "oracle",
             "settings": {},
         }

@@ -1,13 +1,14 @@
 """Images of all APIs become pseudo-ids and pixels of a `GenerateRequest`."""
 
+import asyncio
 import base64
 import json
 from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -16,7 +17,7 @@ from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.text.tokenizer import Tokenizer
 from tests.engine.scripted_engine import ScriptedEngine
 from tests.server.conftest import Rig, serving, text_workers
-from tests.support.images import data_uri, image_file, image_settings, save_image_model
+from tests.support.images import data_uri, image_file, save_image_model
 
 pytestmark = pytest.mark.anyio
 
@@ -25,13 +26,6 @@ RED, BLUE = image_file("red"), image_file("blue", 96, 128)
 RED_URI, BLUE_URI = data_uri(RED), data_uri(BLUE)
 RED_TOKENS, BLUE_TOKENS = 4, 12
 START, PAD, END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
-
-
-class SeeingEngine(ScriptedEngine):
-    @property
-    def info(self) -> dict[str, Any]:
-        settings = image_settings(Tokenizer.load(self.tokenizer_folder))
-        return {**super().info, "image_settings": msgspec.to_builtins(settings)}
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +37,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 async def seeing(folder: Path) -> AsyncIterator[Rig]:
-    engine = SeeingEngine(tokenizer_folder=str(folder), max_request_tokens=ROOM)
-    async with serving(folder, Tokenizer.load(str(folder)), engine=engine) as rig:
+    async with seeing_server(folder) as rig:
         yield rig
+
+
+def seeing_server(folder: Path, **settings: Any) -> AbstractAsyncContextManager[Rig]:
+    engine = ScriptedEngine(
+        tokenizer_folder=str(folder), max_request_tokens=ROOM, takes_images=True
+    )
+    return serving(folder, Tokenizer.load(str(folder)), engine=engine, **settings)
 
 
 async def post(rig: Rig, path: str, status: int = 200, **body: Any) -> Any:
@@ -269,8 +269,8 @@ async def test_the_limits_name_the_field(seeing: Rig) -> None:
     assert (error["param"], error["code"]) == ("messages", "invalid_image")
     error = await refusal([part("https://example.com/a.png")])
     assert "--allowed-media-domains" in error["message"]
-    error = await refusal([part(RED_URI)] * 129)
-    assert "at most 128" in error["message"]
+    error = await refusal([part(RED_URI)] * 6)
+    assert "at most 5" in error["message"]
     for role in ("system", "assistant"):
         chat = [{"role": role, "content": [part(RED_URI)]}]
         error = await refusal(chat, messages=chat)
@@ -284,7 +284,7 @@ async def test_the_limits_name_the_field(seeing: Rig) -> None:
     assert error["param"] == "messages[0].content[0].text"
     answer = await post(seeing, "/generate", 400, text="hi", image_data=[RED_URI])
     assert answer["error"]["param"] == "image_data"
-    assert "which has 0" in answer["error"]["message"]
+    assert "0 placeholders" in answer["error"]["message"]
     mixed = {"text": PAD, "image_data": [RED_URI, [RED_URI]]}
     answer = await post(seeing, "/generate", 400, **mixed)
     assert answer["error"]["param"] == "image_data"
@@ -301,3 +301,88 @@ async def test_a_model_of_text_refuses_images(rig: Rig) -> None:
     error = (await ask(rig, [part(RED_URI), text("?")], 400))["error"]
     assert error["code"] == "unsupported_images"
     assert "takes no images" in error["message"]
+
+
+async def answer_images(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """A web server, of which only two pages are images."""
+    head = (await reader.readuntil(b"\r\n\r\n")).split(b" ")[1]
+    length = b"Content-Length: %d\r\n\r\n" % len(RED)
+    answers = {
+        b"/red.png?a=%20": b"HTTP/1.1 200 OK\r\n" + length + RED,
+        b"/chunks": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+        + b"%x\r\n%b\r\n0\r\n\r\n" % (len(RED), RED),
+        b"/moved": b"HTTP/1.1 302 Found\r\nLocation: /red.png\r\nContent-Length: 0\r\n\r\n",
+        b"/long": b"HTTP/1.1 200 OK\r\n\r\n" + bytes(20_000),
+        b"/text": b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi",
+        b"/noise": b"220 mail.example.com\r\n",
+        b"/cut": b"HTTP/1.1 200 OK\r\n" + length + RED[:-20],
+    }
+    if head != b"/slow":
+        writer.write(answers.get(head, b"HTTP/1.1 404 No\r\nContent-Length: 0\r\n\r\n"))
+        writer.close()
+    else:
+        await reader.read()
+        writer.close()
+
+
+async def test_urls_are_fetched_from_listed_domains_only(folder: Path) -> None:
+    web = await asyncio.start_server(answer_images, "127.0.0.1", 0)
+    port = web.sockets[0].getsockname()[1]
+    domains = f"example.com, localhost:{port}"
+    limits = {"max_image_bytes": 10_000, "image_timeout_s": 0.5}
+    async with web, seeing_server(folder, allowed_media_domains=domains, limits=limits) as rig:
+        base = f"http://localhost:{port}"
+        for path in ("/red.png?a= ", "/chunks"):
+            await ask(rig, [part(base + path)])
+            assert prompt_of(rig) == f"<|user|>{seen('red')}</s><|assistant|>"
+        source = {"type": "url", "url": base + "/chunks"}
+        messages = [{"role": "user", "content": [{"type": "image", "source": source}]}]
+        await post(rig, "/v1/messages", max_tokens=1, messages=messages)
+        assert len(sent(rig).images) == 1
+        refused = {
+            base + "/moved": "status 302: redirects are not followed",
+            base + "/none": "status 404",
+            base + "/long": "exceeds the 10000 bytes",
+            base + "/slow": "took longer than",
+            base + "/text": "must be a PNG, JPEG or WebP file",
+            base + "/noise": "cannot be fetched",
+            base + "/cut": "cannot be decoded",
+            f"http://127.0.0.1:{port}/chunks": "does not fetch from the domain",
+            f"http://localhost:{port + 1}/chunks": "does not fetch from the domain",
+            f"http://a@localhost:{port}/chunks": "does not fetch from the domain",
+            f"http://localhost:{port}\\@example.com/": "the image: ",
+            "http://localhost:x/": "cannot be read",
+            "https://": "does not fetch from the domain",
+        }
+        for url, reason in refused.items():
+            error = (await ask(rig, [part(url)], 400))["error"]
+            assert reason in error["message"], url
+            assert error["param"] == "messages"
+
+
+async def test_a_request_of_images_leaves_no_pixels_behind(seeing: Rig) -> None:
+    """Neither in its stream nor in the pool; and too many of them are refused."""
+    await ask(seeing, [part(RED_URI), part(BLUE_URI)])
+    assert seeing.refs.texts._pixel_bytes == 0
+    pending = seeing.front.pending
+    assert sum(pending._pixel_bytes.values()) == 0
+    seeing.engine.stand_still()
+    asking = asyncio.ensure_future(ask(seeing, [part(RED_URI)]))
+    while not seeing.front.num_open:
+        await asyncio.sleep(0.01)
+    (stream,) = seeing.front._streams.values()
+    assert [image.pixels for image in stream.request.images] == [b""]
+    assert sum(pending._pixel_bytes.values()) == 3 * 64 * 64
+    seeing.engine.go_on()
+    await asking
+
+
+async def test_too_many_pixels_wait_for_the_client(
+    seeing: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in ("server.text_pool", "engine.front.pending_requests"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"sgl_jax.{place}._MAX_PIXEL_BYTES", 3 * 64 * 64 - 1)
+            await ask(seeing, [part(RED_URI)], 503)
+            assert seeing.refs.texts._pixel_bytes == 0
+        await ask(seeing, [part(RED_URI)])

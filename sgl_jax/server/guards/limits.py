@@ -85,7 +85,6 @@ class Limits:
         "characters of a prompt, before and after the chat template (400): 65,536 and 16 for each "
         "token that a request may have",
     )
-    max_images: int = _limit(64, "images of a request (400)")
     max_image_bytes: int = _limit(20 * _MIB, "bytes of an image's file (400)")
     max_image_pixels: int = _limit(
         64_000_000, "pixels of an image, by the header of its file, before it is decoded (400)"
