@@ -37,7 +37,7 @@ def save_image_model(folder: Path) -> Path:
 
 
 def image_settings(tokenizer: Tokenizer, **changes: Any) -> ImageSettings:
-    start, pad, end = (tokenizer.special_tokens[text] for text in SPECIALS[:3])
+    pad = tokenizer.special_tokens[SPECIALS[1]]
     settings = ImageSettings(
         patch_size=16,
         merge_size=2,
@@ -46,8 +46,6 @@ def image_settings(tokenizer: Tokenizer, **changes: Any) -> ImageSettings:
         mean=(0.5, 0.5, 0.5),
         std=(0.5, 0.5, 0.5),
         image_token_id=pad,
-        vision_start_token_id=start,
-        vision_end_token_id=end,
     )
     return msgspec.structs.replace(settings, **changes)
 
