@@ -129,6 +129,7 @@ class RankScheduler:
         """Run the audit in slices, between which steps may run. Raises `LedgerError`."""
         yield from audit_slices(self.memory, lambda: self.num_leases)
         yield from self.host.audit_slices()
+        self.images.audit(self.running.active.tolist())
 
     # -- room for a request -------------------------------------------------------------------
 
@@ -205,8 +206,6 @@ class RankScheduler:
     def has_images(self, request: Request, cursor: PrefixCursor) -> bool:
         """Return whether the images that `request` would compute or read are, or fit, in the
         table of images."""
-        if not request.images:
-            return True
         self.images.unpin_computed(self.memory.rows.kv_committed_len)
         start = self.reusable_len(request, cursor)
         return self.images.has_room(request.images, request.tokens, start)

@@ -74,6 +74,8 @@ class OracleExecutor(FakeExecutor):
         self._stops: list[dict[int, tuple[tuple[int, ...], int]]] = [
             {} for _ in range(sizes.dp_size)
         ]
+        # The tokens of images in the table of vectors: their pixels begin with them.
+        self._images = [np.zeros(sizes.image_slots, np.int32) for _ in range(sizes.dp_size)]
         self._page_tables = PageTables(sizes)
         self._states = [StateOracle(sizes, rank) for rank in range(sizes.dp_size)]
         self.host = HostOracle(sizes, [self._pools(rank) for rank in range(sizes.dp_size)])
@@ -192,16 +194,36 @@ class OracleExecutor(FakeExecutor):
 
     def _admit(self, rank: int, plan: RankPlan) -> None:
         tokens, hashes = self._tokens[rank], self._hashes[rank]
+        for image in plan.encodings:
+            spelled = np.frombuffer(image.pixels, np.int32)[: len(image.slots)]
+            self._images[rank][image.slots] = spelled
         for admission in plan.admissions:
             min_len = admission.prompt_len + admission.sampling.min_new_tokens
             self._stops[rank][admission.row] = admission.stop_token_ids, min_len
             start, end = admission.start, admission.start + len(admission.tokens)
             tokens[admission.row, start:end] = admission.tokens
-            _hash_span(tokens[admission.row], hashes[admission.row], start, end)
+            read = tokens[admission.row].copy()
+            read[start:end] = self._as_read(rank, read[start:end])
+            _hash_span(read, hashes[admission.row], start, end)
             self._lens[rank][admission.row] = end
             own_ids = self._logprob_ids[rank][admission.row]
             own_ids[:] = 0
             own_ids[: len(admission.logprob_ids)] = admission.logprob_ids
+
+    def _as_read(self, rank: int, tokens: Int32Array) -> Int32Array:
+        """Tokens with those of images as their rows of the table say now."""
+        slots = tokens - self.sizes.vocab_size
+        is_image = (slots >= 0) & (slots < self.sizes.image_slots)
+        return np.where(is_image, self._images[rank][np.where(is_image, slots, 0)], tokens)
+
+    def _check_images(self, rank: int, row: int, start: int, end: int) -> None:
+        """The images that a row reads are still in the table."""
+        read = self._tokens[rank][row].copy()
+        read[start:end] = self._as_read(rank, read[start:end])
+        hashes = self._hashes[rank][row].copy()
+        _hash_span(read, hashes, start, end)
+        if not np.array_equal(hashes[start:end], self._hashes[rank][row, start:end]):
+            raise ContentError(f"rank {rank}, row {row}: an image in {start} to {end} was evicted")
 
     def _run_rank(self, rank: int, plan: RankPlan) -> RankResult:
         tokens, hashes = self._tokens[rank], self._hashes[rank]
@@ -212,6 +234,8 @@ class OracleExecutor(FakeExecutor):
         for i, row in enumerate(plan.rows.tolist()):
             start = self._start(rank, plan, i)
             end = start + int(plan.q_lens[i]) - num_drafts[i]
+            if self.sizes.image_slots:
+                self._check_images(rank, row, start, end)
             state = int(hashes[row, end - 1])
             drafts = self._draft(state, num_drafts[i])
             if result.experts is not None:

@@ -79,6 +79,7 @@ class Admission:
         self._home_of = home_of
         self.holds: dict[str, Hold] = {}
         self._next_rank = 0  # for round_robin
+        self._full_tables = set[int]()  # ranks without rows for the images of a request
 
     def admit_into(self, ranks: Ranks, builders: Sequence[StepBuilder], step: int) -> None:
         """Start waiting requests in step number `step`; `builders` are the ranks' parts of it.
@@ -102,6 +103,7 @@ class Admission:
             started_on=[],
         )
         options = RankOptions(rooms, self._waiting)
+        self._full_tables.clear()
         is_changed = True
         while is_changed:
             # A request for which a rank was held may start on another rank now.
@@ -183,8 +185,15 @@ class Admission:
         return False
 
     def _has_images(self, room: RankCapacity, request: Request) -> bool:
-        """Return whether the images of `request` are, or fit, in the rank's table."""
-        return room.rank.has_images(request, self._waiting.cursor(request, room.dp_rank))
+        """Return whether the images of `request` are, or fit, in the rank's table. If not, no later
+        request of the step with images starts there, or a request with many would starve."""
+        if not request.images:
+            return True
+        cursor = self._waiting.cursor(request, room.dp_rank)
+        if room.dp_rank in self._full_tables or not room.rank.has_images(request, cursor):
+            self._full_tables.add(room.dp_rank)
+            return False
+        return True
 
     def _defer(self, room: RankCapacity, request: Request, chosen: Option) -> None:
         """Defer `request` until a rank has room, or a prefix is computed there."""

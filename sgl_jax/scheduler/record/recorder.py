@@ -1,11 +1,16 @@
 """Records the events and decisions of a scheduler, for `python -m sgl_jax.replay`."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from sgl_jax.core.engine_messages import Reply
 from sgl_jax.core.engine_sizes import EngineSizes
+from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.scheduler_args import SchedulerArgs
+from sgl_jax.core.step_plan import StepPlan
 from sgl_jax.scheduler import events
 from sgl_jax.scheduler.scheduler import Scheduler
 from sgl_jax.scheduler.waiting.waiting_queue import MAX_SKIP_COUNT
@@ -26,7 +31,7 @@ class RecordedScheduler(Scheduler):
         write(events.Started(sizes, args.for_scheduler(), max_skip_count))
 
     def handle(self, event: events.Event) -> Any:
-        self._write(event)
+        self._write(_without_pixels(event))
         try:
             value = super().handle(event)
         except Exception as error:
@@ -38,10 +43,28 @@ class RecordedScheduler(Scheduler):
         return value
 
 
+def _without_pixels(event: events.Event) -> events.Event:
+    """Return the event as it is recorded: no decision depends on pixels, and they are long."""
+    if not isinstance(event, GenerateRequest) or not event.images:
+        return event
+    images = tuple(msgspec.structs.replace(image, pixels=b"") for image in event.images)
+    return msgspec.structs.replace(event, images=images)
+
+
+def _plan_without_pixels(plan: StepPlan) -> StepPlan:
+    if not any(rank.encodings for rank in plan.ranks):
+        return plan
+    ranks = tuple(
+        rank._replace(encodings=tuple(each._replace(pixels=b"") for each in rank.encodings))
+        for rank in plan.ranks
+    )
+    return dataclasses.replace(plan, ranks=ranks)
+
+
 def _decision(event: events.Event, value: Any) -> events.Decision | None:
     match event:
         case events.PlanStep():
-            return events.Planned(value)
+            return events.Planned(value and _plan_without_pixels(value))
         case events.TakeOutputs():
             return events.OutputsTaken(value)
         case events.TakeTransfers():
