@@ -140,7 +140,7 @@ async def test_other_apis_send_the_same_request(seeing: Rig) -> None:
     # The declared type is wrong.
     source = {"type": "base64", "media_type": "image/gif", "data": base64.b64encode(RED).decode()}
     content = [{"type": "image", "source": source}, text("what?")]
-    body = {"messages": [{"role": "user", "content": content}]}
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": content}]}
     await post(seeing, "/v1/messages", max_tokens=1, **body)
     assert_same(sent(seeing), wanted)
     counted = await post(seeing, "/v1/messages/count_tokens", **body)
