@@ -164,7 +164,6 @@ def continued(
     tokens, logits, given = torch.tensor(prompt), [], image_arguments(images)
     for _ in range(GREEDY_TOKENS):
         kinds = (tokens == IMAGE).int()
-        model.model.rope_deltas = None
         last = model(tokens[None], mm_token_type_ids=kinds[None], use_cache=False, **given)
         logits.append(last.logits[0, -1].float())
         tokens = torch.cat([tokens, logits[-1].argmax()[None]])

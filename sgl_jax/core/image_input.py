@@ -52,7 +52,6 @@ class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
         min_pixels, max_pixels: bounds of height * width after resizing.
         mean, std: of red, green and blue, of pixel values divided by 255.
         image_token_id: the placeholder of an image in a rendered chat template.
-        vision_start_token_id, vision_end_token_id: tokens around an image.
     """
 
     patch_size: int
@@ -62,8 +61,6 @@ class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     image_token_id: int
-    vision_start_token_id: int
-    vision_end_token_id: int
 
     @property
     def side_multiple(self) -> int:

@@ -134,7 +134,7 @@ class ServerArgs(SchedulerArgs):
         1.0,
         "gigabytes on each rank for the vectors of images, which wait for their prompts or for the "
         "same image in another request",
-        bounds=(0.0001, 1e4),
+        bounds=(1e-6, 1e4),
     )
     max_images_per_request: int = setting(
         64, "images of a request, those of its history included", bounds=(1, 1024)

@@ -62,13 +62,12 @@ def pack_images(images: Sequence[ImageEncoding | None], config: VisionConfig) ->
 
 
 def cut_patches(image: ImageEncoding, config: VisionConfig) -> Patches:
-    """Return an image's patches, a line for each token: each patch has its red, then its green and
-    its blue rows."""
+    """Return an image's patches [side, side, 3], a line for each token."""
     side, merge = config.images.patch_size, config.images.merge_size
     rows, columns = image.height // (side * merge), image.width // (side * merge)
     pixels = np.frombuffer(image.pixels, np.uint8)
     cut = pixels.reshape(rows, merge, side, columns, merge, side, 3)
-    patches: Patches = cut.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, -1)
+    patches: Patches = cut.transpose(0, 3, 1, 4, 2, 5, 6).reshape(rows * columns, -1)
     return patches
 
 

@@ -83,11 +83,6 @@ def _settings(
             f"size must have shortest_edge <= longest_edge, and room for one token of "
             f"{patch * merge} x {patch * merge} pixels, got {smallest} and {largest}"
         )
-    ids = (
-        _token_id(config, name)
-        for name in ("image_token_id", "vision_start_token_id", "vision_end_token_id")
-    )
-    image, start, end = ids
     return ImageSettings(
         patch_size=patch,
         merge_size=merge,
@@ -95,16 +90,14 @@ def _settings(
         max_pixels=largest,
         mean=_channels(raw, "image_mean"),
         std=_channels(raw, "image_std"),
-        image_token_id=image,
-        vision_start_token_id=start,
-        vision_end_token_id=end,
+        image_token_id=_image_token_id(config),
     )
 
 
-def _token_id(config: Mapping[str, Any], name: str) -> int:
-    value = required(config, name)
+def _image_token_id(config: Mapping[str, Any]) -> int:
+    value = required(config, "image_token_id")
     if not is_int(value) or value < 0:
-        raise ModelConfigError(f"{name} must be a token id, got {value!r}")
+        raise ModelConfigError(f"image_token_id must be a token id, got {value!r}")
     return int(value)
 
 

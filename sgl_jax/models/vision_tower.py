@@ -133,7 +133,7 @@ class VisionTower(nnx.Module):
         """Compute the vectors of an image's tokens.
 
         Args:
-            patches: uint8 [N, patch_values], each [3, side, side]; padded to a power of two.
+            patches: uint8 [N, patch_values], each [side, side, 3]; padded to a power of two.
             height, width: int32 [], in patches.
 
         Returns:
@@ -166,12 +166,12 @@ class VisionTower(nnx.Module):
     def _embed(self, patches: jax.Array) -> jax.Array:
         images, dtype = self.config.images, self.patch_kernel.dtype
         mean, std = (
-            np.repeat(np.array(values, np.float32), images.patch_size**2)
+            np.tile(np.array(values, np.float32), images.patch_size**2)
             for values in (images.mean, images.std)
         )
         values = (patches.astype(jnp.float32) / 255 - mean) / std
         kernel = jnp.sum(self.patch_kernel[...].astype(jnp.float32), axis=2)
-        flat = kernel.reshape(self.config.hidden_size, -1).astype(dtype).T
+        flat = kernel.transpose(2, 3, 1, 0).reshape(-1, self.config.hidden_size).astype(dtype)
         return matmul(values.astype(dtype), flat) + self.patch_bias[...]
 
     def _learned(

@@ -209,7 +209,9 @@ def expert_balance(config: EngineConfig) -> ExpertBalance | None:
 def device_bytes(engine: EngineProgramsOnPaper, request: PlanRequest) -> DeviceBytes:
     """Return the weights that a device reads in a step, and their layout."""
     experts = layers_and_head = numbers = 0
-    for own in engine.placed.declared.values():
+    for path, own in engine.placed.declared.items():
+        if path[0] == "tower":  # images have their own programs
+            continue
         # Gathered from the other ranks, then read whole.
         gathered = request.args.dp_size if DATA_AXIS in own.spec else 1
         size = gathered * bytes_per_device(own.array)

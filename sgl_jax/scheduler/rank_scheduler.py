@@ -129,6 +129,7 @@ class RankScheduler:
         """Run the audit in slices, between which steps may run. Raises `LedgerError`."""
         yield from audit_slices(self.memory, lambda: self.num_leases)
         yield from self.host.audit_slices()
+        self.images.audit(self.running.active.tolist())
 
     # -- room for a request -------------------------------------------------------------------
 

@@ -4,9 +4,7 @@ import base64
 import io
 import json
 from pathlib import Path
-from typing import Any
 
-import msgspec
 from PIL import Image
 
 from sgl_jax.core.image_input import ImageSettings
@@ -36,20 +34,16 @@ def save_image_model(folder: Path) -> Path:
     return folder
 
 
-def image_settings(tokenizer: Tokenizer, **changes: Any) -> ImageSettings:
-    start, pad, end = (tokenizer.special_tokens[text] for text in SPECIALS[:3])
-    settings = ImageSettings(
+def image_settings(tokenizer: Tokenizer) -> ImageSettings:
+    return ImageSettings(
         patch_size=16,
         merge_size=2,
         min_pixels=64 * 64,
         max_pixels=256 * 256,
         mean=(0.5, 0.5, 0.5),
         std=(0.5, 0.5, 0.5),
-        image_token_id=pad,
-        vision_start_token_id=start,
-        vision_end_token_id=end,
+        image_token_id=tokenizer.special_tokens[SPECIALS[1]],
     )
-    return msgspec.structs.replace(settings, **changes)
 
 
 def image_file(color: str, height: int = 64, width: int = 64, kind: str = "png") -> bytes:

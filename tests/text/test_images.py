@@ -27,8 +27,6 @@ SETTINGS = ImageSettings(
     mean=(0.5, 0.5, 0.5),
     std=(0.5, 0.5, 0.5),
     image_token_id=7,
-    vision_start_token_id=8,
-    vision_end_token_id=9,
 )
 
 

@@ -1,7 +1,6 @@
 """Anthropic's Messages API: body, chat, blocks, events."""
 
 import functools
-import json
 import uuid
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -17,18 +16,14 @@ from sgl_jax.engine.front.request_stream import Chunk, RequestStream
 from sgl_jax.server.admin.openapi import answers
 from sgl_jax.server.answer_stream import json_response, named_event
 from sgl_jax.server.apis.context_edits import ContextManagement, edited
+from sgl_jax.server.apis.message_blocks import BlockText, Message, chat_messages
 from sgl_jax.server.chat import AnswerPart, NamedEvent, PartsFormat, answer_chat, check_chat
 from sgl_jax.server.chat_request import (
-    IMAGE_URL,
     MAX_MESSAGES,
     ChatRequest,
     FunctionName,
-    ImageForm,
-    ImageUrl,
     ToolList,
     content_of,
-    result_of,
-    text_or_image,
 )
 from sgl_jax.server.errors import (
     MESSAGES_PATH,
@@ -46,81 +41,6 @@ from sgl_jax.server.references import References, references_of
 from sgl_jax.server.requests import count_chat
 from sgl_jax.server.strict_model import Part, StrictModel
 from sgl_jax.text.call_arguments import readable_part
-
-_MAX_BLOCKS = 16_384
-
-
-class TextBlock(MarkedPart):
-    """A piece of text; documents are not supported."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Base64Source(Part):
-    type: Literal["base64"]
-    media_type: str = Field(description="without effect: the file's first bytes have its format")
-    data: str
-
-    @property
-    def url(self) -> str:
-        return self.data
-
-
-class UrlSource(Part):
-    type: Literal["url"]
-    url: str = Field(description=IMAGE_URL)
-
-
-class ImageBlock(ImageForm):
-    """An image: PNG, JPEG or WebP."""
-
-    type: Literal["image"]
-    source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
-
-    @property
-    def image(self) -> ImageUrl:
-        return ImageUrl(url=self.source.url)
-
-
-class ThinkingBlock(Part):
-    """Reasoning of the model before the next block."""
-
-    type: Literal["thinking"]
-    thinking: str
-
-
-class ToolUseBlock(MarkedPart):
-    type: Literal["tool_use"]
-    id: str
-    name: str
-    input: dict[str, Any]
-
-
-_Text = str | Annotated[Items[TextBlock], Field(max_length=_MAX_BLOCKS)]
-
-
-_Shown = Annotated[
-    Annotated[TextBlock, Tag("Text")] | Annotated[ImageBlock, Tag("Image")],
-    text_or_image("image", "text"),
-]
-
-
-class ToolResultBlock(MarkedPart):
-    type: Literal["tool_result"]
-    tool_use_id: str
-    content: str | Annotated[Items[_Shown], Field(max_length=_MAX_BLOCKS)] = ""
-
-
-Block = Annotated[
-    TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock,
-    Field(discriminator="type"),
-]
-
-
-class Message(StrictModel):
-    role: Literal["user", "assistant", "system"]
-    content: str | Annotated[Items[Block], Field(max_length=_MAX_BLOCKS)]
 
 
 class MessagesTool(MarkedPart):
@@ -191,7 +111,7 @@ class Metadata(StrictModel):
 class CountTokensBody(RequestFields):
     """Body of `/v1/messages/count_tokens`: the parts of a prompt."""
 
-    system: _Text | None = None
+    system: BlockText | None = None
     messages: Items[Message] = Field(
         min_length=1, max_length=MAX_MESSAGES, description="the last is continued, if the model's"
     )
@@ -204,7 +124,7 @@ class CountTokensBody(RequestFields):
 
     def chat(self) -> ChatRequest:
         """Return the equivalent chat. Raises `InvalidRequestError` if there is none."""
-        messages = [each for message in self.messages for each in _chat_messages(message)]
+        messages = [each for message in self.messages for each in chat_messages(message)]
         if self.system is not None:
             messages.insert(0, {"role": "system", "content": content_of(self.system)})
         if not messages:
@@ -234,27 +154,6 @@ class MessagesBody(CountTokensBody):
     temperature: float | None = in_range("temperature", "0: greedy")
     top_p: float | None = in_range("top_p")
     top_k: int | None = in_range("top_k", "-1 or 0: all")
-
-
-def _chat_messages(message: Message) -> Iterator[dict[str, Any]]:
-    """Yield the message as messages of a chat: first each result of a call, then the rest."""
-    content = message.content
-    shown, thought, calls = list[TextBlock | ImageBlock](), "", []
-    for block in [TextBlock(type="text", text=content)] if isinstance(content, str) else content:
-        match block:
-            case TextBlock() | ImageBlock():
-                shown.append(block)
-            case ThinkingBlock():
-                thought += block.thinking
-            case ToolUseBlock():
-                function = {"name": block.name, "arguments": json.dumps(block.input)}
-                calls.append({"id": block.id, "type": "function", "function": function})
-            case ToolResultBlock():
-                result = result_of(block.content)
-                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": result}
-    if shown or thought or calls:
-        own = {"role": message.role, "content": content_of(shown)}
-        yield own | {"reasoning_content": thought or None, "tool_calls": calls or None}
 
 
 class CacheCreation(Struct, frozen=True):

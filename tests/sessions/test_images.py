@@ -1,0 +1,44 @@
+"""The images of a history are found by their tokens, wherever they stand."""
+
+import numpy as np
+import pytest
+
+from sgl_jax.core.errors import InvalidRequestError
+from sgl_jax.core.image_input import ImageInput, image_token_ids
+from sgl_jax.sessions.images import find_images, known_images
+from tests.scheduler.driver import generate
+
+VOCAB = 50
+
+
+def image(content: int, num_tokens: int, start: int = 0) -> ImageInput:
+    return ImageInput(
+        start=start, num_tokens=num_tokens, height=8, width=8 * num_tokens, pixels=bytes([content])
+    )
+
+
+def ids_of(own: ImageInput) -> list[int]:
+    return image_token_ids(own.height, own.width, own.pixels, own.num_tokens, VOCAB)
+
+
+def test_images_are_found_after_tokens_were_dropped_or_put_before_them() -> None:
+    one, other = image(1, 3), image(2, 4)
+    prompt = [7, *ids_of(one), *ids_of(other), 8]
+    placed = (image(1, 3, start=1), image(2, 4, start=4))
+    known = known_images(generate("a", prompt, 1, images=placed))
+    history = np.array([5, 6, *prompt, 9, *ids_of(one)], np.int32)
+    found = find_images(history, known, VOCAB)
+    assert [(own.start, own.num_tokens, own.pixels) for own in found] == [
+        (3, 3, b"\1"),
+        (6, 4, b"\2"),
+        (12, 3, b"\1"),
+    ]
+    assert find_images(np.array([1, 2, 3], np.int32), known, VOCAB) == ()
+
+
+def test_an_image_that_is_not_known_is_refused() -> None:
+    one = image(1, 3)
+    known = known_images(generate("a", ids_of(one), 1, images=(one,)))
+    for prompt in (ids_of(image(2, 3)), ids_of(one)[:2], ids_of(one)[1:]):
+        with pytest.raises(InvalidRequestError, match="no longer there"):
+            find_images(np.array([1, *prompt], np.int32), known, VOCAB)
