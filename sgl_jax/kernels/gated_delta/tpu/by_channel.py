@@ -79,9 +79,7 @@ def decayed_products(
             key = key.astype(dtype)
             rows.append(jnp.concatenate([key, query.astype(dtype)], axis=0))
             places.append(jnp.concatenate([zeros, key] if n else [key, zeros], axis=1))
-        found = product(
-            *(jnp.concatenate(x, axis=axis) for axis, x in ((1, rows), (0, places))), (1, 1)
-        )
+        found = product(jnp.concatenate(rows, axis=1), jnp.concatenate(places, axis=0), (1, 1))
         result = found if result is None else jnp.where(distance < max(2 * size, 1), found, result)
     assert result is not None
     return result
