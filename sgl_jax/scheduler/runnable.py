@@ -52,7 +52,10 @@ def choose_runnable(ranks: Ranks) -> list[Runnable]:
     return [
         Runnable(own_decoding[first:end], has_slots, dict(needs[first_need:end_need]))
         for has_slots, (first, end), (first_need, end_need) in zip(
-            fits, pairwise(decode_bounds.tolist()), pairwise(prefill_bounds.tolist()), strict=True
+            fits.tolist(),
+            pairwise(decode_bounds.tolist()),
+            pairwise(prefill_bounds.tolist()),
+            strict=True,
         )
     ]
 
