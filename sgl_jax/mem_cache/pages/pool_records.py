@@ -30,8 +30,8 @@ NUM_FREE, NUM_TREE, NUM_MOVED, NUM_LOGGED, CLOCK = range(5)
 
 
 class PoolRecords(NamedTuple):
-    """The records of one pool on all ranks. The loops below change them; the allocator of a rank has
-    a view of its line of each.
+    """The records of one pool on all ranks. The loops below change them. The allocator of a rank
+    has a view of its line of each.
 
     `moves` and `calls` are a log of the latest transitions, at most `MAX_CALLS` of them and
     `MAX_PAGES` pages. Its clock counts calls and reads no time.
