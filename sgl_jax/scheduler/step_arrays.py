@@ -62,7 +62,7 @@ def build_plan(
     chunks = [chunk for builder in prefilling for chunk in builder.chunks.items()]
     running, tables = ranks.running, ranks.tables
     bounds = [0, *accumulate(num_rows)]
-    shares = np.zeros(len(builders), SHARE)
+    shares = np.zeros(len(ranks.ranks), SHARE)
     shares["num_decode"] = num_decode
     if most_steps > 1 and not prefilling:
         num_steps = _reserve_steps(ranks, decode_rows, num_decode, most_steps)
