@@ -15,7 +15,8 @@ import numpy as np
 
 from sgl_jax.core.private_files import open_private
 from sgl_jax.mem_cache.ledger_walk import find_defects
-from sgl_jax.mem_cache.pages.page_allocator import FREE, PageAllocator, describe_owner, each_page
+from sgl_jax.mem_cache.pages.page_allocator import PageAllocator, describe_owner, each_page
+from sgl_jax.mem_cache.pages.pool_records import FREE
 from sgl_jax.mem_cache.rank_memory import RankMemory
 
 

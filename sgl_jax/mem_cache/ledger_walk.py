@@ -20,13 +20,8 @@ from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.pages.locked_pages import LockedPages
-from sgl_jax.mem_cache.pages.page_allocator import (
-    FREE,
-    NULL_PAGE,
-    RESERVED,
-    TREE,
-    describe_owner,
-)
+from sgl_jax.mem_cache.pages.page_allocator import describe_owner
+from sgl_jax.mem_cache.pages.pool_records import FREE, NULL_PAGE, RESERVED, TREE
 from sgl_jax.mem_cache.pages.req_to_token_pool import NO_STATE
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.tree.cache_walk import CacheWalk, audit_cache

@@ -9,6 +9,7 @@ The scheduler holds one `RankMemory` per rank; no method takes a rank. Leases be
 at once; `grow_rows` and `commit_rows` here do so for one rank.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
@@ -20,6 +21,7 @@ from sgl_jax.mem_cache.lease import KVLease, first_page_of
 from sgl_jax.mem_cache.memory_view import PAGE_COUNTS, MemoryView, PoolView
 from sgl_jax.mem_cache.pages.locked_pages import LockedPages
 from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
+from sgl_jax.mem_cache.pages.pool_records import PoolRecords
 from sgl_jax.mem_cache.pages.req_to_token_pool import ReqToTokenPool, RowTables
 from sgl_jax.mem_cache.row_growth import commit_rows, grow_rows, pages_held_and_lacking
 from sgl_jax.mem_cache.session_leases import SessionLeases
@@ -45,8 +47,8 @@ class CacheWatcher(Protocol):
 
 class RankMemory:
     """The memory of rank `dp_rank`, with the given sizes and eviction policy (of `RadixCache`). If
-    given, `tables` holds the rows' columns, views of all ranks' columns, and `waiting` the prompts
-    that wait for all ranks."""
+    given, `tables` holds the rows' columns, views of all ranks' columns, `waiting` the prompts that
+    wait for all ranks, and `pools` the records of all ranks' pages."""
 
     def __init__(
         self,
@@ -57,6 +59,7 @@ class RankMemory:
         eviction_policy: str = "adaptive",
         tables: RowTables | None = None,
         waiting: PromptTree | None = None,
+        pools: Sequence[PoolRecords] | None = None,
     ) -> None:
         self.dp_rank = dp_rank
         self.waiting = waiting or PromptTree(sizes.page_size, 1 + dp_rank)
@@ -87,12 +90,13 @@ class RankMemory:
         most = [sizes.row_pages(sizes.groups[number]) for number in first]
         self.first_tables = np.array(first, np.intp), np.array(most, np.intp)
         # By pool: the pages that a row takes per page of tokens.
-        self._num_tables = [
+        self.num_tables = [
             sum(not sizes.groups[number].is_recurrent for number in numbers)
             for numbers in self.groups_of
         ]
+        pools = pools or [PoolRecords.empty(1 + dp_rank, pages) for pages in sizes.pool_pages]
         self.allocators = tuple(
-            PageAllocator(num_pages, self._pool_name(pool))
+            PageAllocator(num_pages, self._pool_name(pool), pools[pool], dp_rank)
             for pool, num_pages in enumerate(sizes.pool_pages)
         )
         self.allocator = self.allocators[0]  # the pool that limits admission
@@ -295,9 +299,9 @@ class RankMemory:
         A few pages more than needed are evicted: a decode step takes a few pages, and evicting many
         at once costs the host little more than evicting few.
         """
-        for num_tables, allocator in zip(self._num_tables, self.allocators, strict=True):
+        for num_tables, allocator in zip(self.num_tables, self.allocators, strict=True):
             if num_pages * num_tables > allocator.num_free:
-                counts = [num_pages * num_tables for num_tables in self._num_tables]
+                counts = [num_pages * num_tables for num_tables in self.num_tables]
                 return self.cache.make_room(counts, self._num_evicted_ahead)
         return True
 
@@ -312,11 +316,11 @@ class RankMemory:
     def tokens_that_fit(self, row: int) -> int:
         """Return how many tokens `row` could hold with all free and evictable pages."""
         held = self.pages_for(int(self.rows.kv_allocated_len[row]))
-        return (held + self.num_available_pages // self._num_tables[0]) * self.page_size
+        return (held + self.num_available_pages // self.num_tables[0]) * self.page_size
 
     def grow_rows(self, rows: RowIndex, allocated_lens: Int32Array) -> bool:
         rows, lens = np.asarray(rows, np.intp), np.asarray(allocated_lens, np.int32)
-        return grow_rows(self.rows, [self], rows, lens, [0, len(rows)])[0]
+        return bool(grow_rows(self.rows, [self], rows, lens, [0, len(rows)])[0])
 
     def grow_row(self, row: int, allocated_len: int) -> bool:
         """Grow one row, without the cost of arrays; return whether memory was sufficient."""

@@ -6,7 +6,6 @@ The loops are compiled (`core/compiled.py`).
 """
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,6 +28,7 @@ class GrowingMemory(Protocol):
     rows: RowTables
     allocators: tuple[PageAllocator, ...]
     first_tables: tuple[IntpArray, IntpArray]
+    num_tables: list[int]
 
     def make_room(self, num_pages: int) -> bool: ...
 
@@ -39,7 +39,7 @@ def grow_rows(
     rows: RowIndex,
     allocated_lens: Int32Array,
     bounds: Sequence[int] | IntpArray,
-) -> list[bool]:
+) -> BoolArray:
     """Reserve slots so that row i holds `allocated_lens[i]` tokens, evicting as needed.
 
     Args:
@@ -49,9 +49,10 @@ def grow_rows(
         allocated_lens: int32[len(rows)].
         bounds: rank i has the rows `rows[bounds[i] : bounds[i + 1]]`.
 
-    Return whether each rank's rows fit. If they do not, even after eviction, the rank is unchanged.
+    Return whether each rank's rows fit, bool[ranks]. If they do not, even after eviction, the rank
+    is unchanged.
     """
-    bounds, fits = np.asarray(bounds), [True] * len(memories)
+    bounds, fits = np.asarray(bounds), np.ones(len(memories), np.bool_)
     lacking, num_lacking = _lacking_pages(
         rows,
         allocated_lens,
@@ -61,27 +62,25 @@ def grow_rows(
         memories[0].rows.num_rows,
     )
     if len(lacking):
-        counts: list[int] = num_lacking.tolist()
-        fits = [
-            not count or memory.make_room(count)
-            for memory, count in zip(memories, counts, strict=True)
-        ]
-        if not all(fits):
-            lacking = lacking[np.repeat(fits, counts)]
-            counts = [count if fit else 0 for count, fit in zip(counts, fits, strict=True)]
-        owners, parts = lacking["owner"], list(pairwise([0, *accumulate(counts)]))
+        ranks = np.array([memory.dp_rank for memory in memories])
+        is_short = np.zeros(len(memories), np.bool_)
+        for num_tables, allocator in zip(
+            memories[0].num_tables, memories[0].allocators, strict=True
+        ):
+            is_short |= num_lacking * num_tables > allocator.records.num_free(ranks)
+        for k in is_short.nonzero()[0].tolist():
+            fits[k] = memories[k].make_room(int(num_lacking[k]))
+        if not fits.all():
+            lacking = lacking[np.repeat(fits, num_lacking)]
+            num_lacking *= fits
+        owners = np.ascontiguousarray(lacking["owner"])
         for number, group in enumerate(memories[0].groups):
             if group.is_recurrent:
                 continue  # snapshots are taken one by one: `row_states.py`
-            pages = [
-                memory.allocators[group.pool].alloc_each(owners[first:end])
-                for memory, (first, end) in zip(memories, parts, strict=True)
-                if first < end
-            ]
-            if pages:
-                columns, each = lacking["column"], np.concatenate(pages)
-                tables.list_page_each(number, lacking["row"], columns, each)
-    _reserve(rows, allocated_lens, bounds, np.array(fits), tables.kv_allocated_len)
+            records = memories[0].allocators[group.pool].records
+            pages = records.alloc_each(ranks, num_lacking, owners)
+            tables.list_page_each(number, lacking["row"], lacking["column"], pages)
+    _reserve(rows, allocated_lens, bounds, fits, tables.kv_allocated_len)
     return fits
 
 

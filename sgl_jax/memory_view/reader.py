@@ -22,12 +22,8 @@ from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.ledger import find_imbalance
 from sgl_jax.mem_cache.ledger_walk import find_defects
 from sgl_jax.mem_cache.offload.cpu_pool import CpuPool
-from sgl_jax.mem_cache.pages.page_allocator import (
-    TREE,
-    PageAllocator,
-    describe_owner,
-    each_page,
-)
+from sgl_jax.mem_cache.pages.page_allocator import PageAllocator, describe_owner, each_page
+from sgl_jax.mem_cache.pages.pool_records import TREE
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.tree.radix_cache import RadixCache
 from sgl_jax.mem_cache.tree_node import TreeNode

@@ -72,9 +72,11 @@ def place_model(config: ModelConfig, mesh: Mesh, options: BuildOptions) -> Place
         dtype = jnp.dtype(jnp.int8) if widens else own.array.dtype
         sharding = NamedSharding(mesh, own.spec)
         layout = None
-        if own.is_kernel_operand and not options.separates_layers:
-            # Kernels read rows of memory. By default, XLA on a TPU chooses the order of axes that
-            # needs the least padding, and would copy the array for the kernel in each step.
+        is_in_loop = bool(own.layers) and own.array.ndim > 2
+        if (own.is_kernel_operand or is_in_loop) and not options.separates_layers:
+            # Kernels and products in loops over steps read rows of memory. By default, XLA on a TPU
+            # chooses the order of axes that needs the least padding, and would copy the array in
+            # each launch.
             layout = Layout(tuple(range(own.array.ndim)))
         array = own.array.update(dtype=dtype, sharding=Format(layout, sharding))
         declared[path] = own._replace(array=array)

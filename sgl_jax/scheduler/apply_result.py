@@ -6,7 +6,6 @@ recomputed.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 
@@ -47,14 +46,12 @@ def apply_result(
     Returns the finished requests, and the number of rows with non-finite results, which gain
     nothing (`non_finite.py`).
     """
-    rows, bounds = launched.rows, launched.bounds.tolist()
+    rows, bounds = launched
     running, epoch = ranks.running, ranks.tables.epoch
-    for rank, rank_plan, result, (first, end) in zip(
-        ranks.ranks, plan.ranks, results, pairwise(bounds), strict=True
-    ):
-        if rank_plan.num_scored is not None:
-            part = rows[first:end]
-            _collect_prompt_logprobs(rank, rank_plan, result, epoch[part["row"]] == part["epoch"])
+    for i in [i for i, own in enumerate(plan.ranks) if own.num_scored is not None]:
+        part = rows[bounds[i] : bounds[i + 1]]
+        is_current = epoch[part["row"]] == part["epoch"]
+        _collect_prompt_logprobs(ranks.ranks[i], plan.ranks[i], results[i], is_current)
     tokens = np.concatenate([result.tokens for result in results])
     num_stop_ids = max(rank.running.num_stop_ids for rank in ranks.ranks)
     num_tokens, num_failed, plain_rows, plain_tokens, detailed = append(

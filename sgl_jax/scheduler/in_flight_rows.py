@@ -78,7 +78,7 @@ class InFlightRows(NamedTuple):
     """The rows of a launched step, rank by rank."""
 
     rows: Records  # LAUNCHED[n]
-    bounds: IntpArray  # rank k's rows are in [bounds[k], bounds[k + 1])
+    bounds: list[int]  # rank k's rows are in [bounds[k], bounds[k + 1])
 
 
 @compiled(

@@ -4,7 +4,7 @@ Gives requests memory (`admit`) and takes it away (`finish`, `retract`). `step_b
 the rows of a step, `apply_result.py` applies their results.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import numpy as np
@@ -14,6 +14,7 @@ from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import NO_IMAGES, Int32Array, RowAdmission
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.ledger import audit, audit_slices, check_balance
+from sgl_jax.mem_cache.pages.pool_records import PoolRecords
 from sgl_jax.mem_cache.pages.req_to_token_pool import RowTables
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import (
@@ -37,7 +38,8 @@ from sgl_jax.scheduler.working_set import WorkingSet
 
 
 class RankScheduler:
-    """The running requests of rank `dp_rank`; `tables` and `columns` are views of all ranks'."""
+    """The running requests of rank `dp_rank`; `tables` and `columns` are views of all ranks',
+    and `pools` the records of all ranks' pages."""
 
     def __init__(
         self,
@@ -48,6 +50,7 @@ class RankScheduler:
         columns: RowColumns,
         output_lengths: OutputLengths,
         waiting: PromptTree,
+        pools: Sequence[PoolRecords],
     ) -> None:
         self.dp_rank = dp_rank
         self.memory = RankMemory(
@@ -57,6 +60,7 @@ class RankScheduler:
             eviction_policy=args.radix_eviction_policy,
             tables=tables,
             waiting=waiting,
+            pools=pools,
         )
         self.host = RankOffload(self.memory, args)
         self.working_set = WorkingSet(self.memory, args.working_set_s, is_on=self.host.tier is None)

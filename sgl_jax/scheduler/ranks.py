@@ -17,6 +17,7 @@ from sgl_jax.core.compiled import compiled
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import Int32Array, IntpArray, RowIndex
+from sgl_jax.mem_cache.pages.pool_records import PoolRecords
 from sgl_jax.mem_cache.pages.req_to_token_pool import RowTables
 from sgl_jax.mem_cache.tree.prompt_tree import PromptTree
 from sgl_jax.scheduler.forecast.capacity import ROOM, Rooms
@@ -44,6 +45,7 @@ class Ranks:
         self.running = RowColumns.empty(num_rows, sizes.max_context_len, sizes.max_stop_ids)
         self.output_lengths = OutputLengths()
         self.waiting_prompts = PromptTree(sizes.page_size, sizes.dp_size)
+        pools = [PoolRecords.empty(sizes.dp_size, num_pages) for num_pages in sizes.pool_pages]
         self.ranks = []
         for dp_rank, first in enumerate(range(0, num_rows, sizes.num_rows)):
             part = slice(first, first + sizes.num_rows)
@@ -57,12 +59,14 @@ class Ranks:
                     columns,
                     self.output_lengths,
                     self.waiting_prompts,
+                    pools,
                 )
             )
         self.tenants = Tenants(sizes, is_fair=args.fair_share == "tokens")
         self.page_size = sizes.page_size
         self.has_windows = any(group.sliding_window is not None for group in sizes.groups)
         self.has_states = sizes.state_group is not None
+        self.has_images = sizes.image_slots > 0
         self.num_rows = sizes.num_rows
         self.max_draft_tokens = sizes.max_draft_tokens
         self.lookahead_slots = sizes.lookahead_slots

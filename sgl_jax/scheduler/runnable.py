@@ -5,7 +5,7 @@ too little memory, nothing is reserved here: `step_builder.py` chooses the rows 
 """
 
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -19,18 +19,21 @@ from sgl_jax.scheduler.kept_states import keep_up_with_rows
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.running_rows import RowColumns
 
+# Of a row that needs more than one token, or is scored: the tokens that it needs, in this step or
+# later, the number of them before the first scored position, and its priority.
+Need: TypeAlias = tuple[int, int, int]
+
 
 class Runnable(NamedTuple):
-    """The rows of one rank that need tokens, oldest first."""
+    """The rows that need tokens, rank by rank, oldest first, by their index on their rank."""
 
     decoding: RowIndex  # need one token, without drafts
-    has_slots: bool  # whether every decode row has a slot; otherwise none has
-    # For each row that needs more or is scored: the tokens that it needs, in this step or later,
-    # the number of them before the first scored position, and its priority.
-    prefilling: dict[int, tuple[int, int, int]]
+    bounds: list[int]  # rank k's are decoding[bounds[k] : bounds[k + 1]]
+    has_slots: list[bool]  # by rank: whether every decode row has a slot; otherwise none has
+    prefilling: dict[int, dict[int, Need]]  # by rank that has any, then by row
 
 
-def choose_runnable(ranks: Ranks) -> list[Runnable]:
+def choose_runnable(ranks: Ranks) -> Runnable:
     """Select each rank's rows; take pages for the tokens of decode rows if possible."""
     running, tables = ranks.running, ranks.tables
     rows, bounds = ranks.active()
@@ -43,18 +46,16 @@ def choose_runnable(ranks: Ranks) -> list[Runnable]:
         rows, bounds, running.records, tables.kv_committed_len
     )
     fits = grow_rows(tables, ranks.memories, decoding["row"], decoding["end"], decode_bounds)
-    needs: list[tuple[int, tuple[int, int, int]]] = []  # by row
+    needs: dict[int, dict[int, Need]] = {}
     if len(prefilling):  # in most steps, most ranks only decode
         wanted, unscored = prefilling["num_wanted"].tolist(), prefilling["num_unscored"].tolist()
         priorities = running.priority[prefilling["row"]].tolist()
         each = zip(wanted, unscored, priorities, strict=True)
-        needs = list(zip(prefilling["own_row"].tolist(), each, strict=True))
-    return [
-        Runnable(own_decoding[first:end], has_slots, dict(needs[first_need:end_need]))
-        for has_slots, (first, end), (first_need, end_need) in zip(
-            fits, pairwise(decode_bounds.tolist()), pairwise(prefill_bounds.tolist()), strict=True
-        )
-    ]
+        by_row = list(zip(prefilling["own_row"].tolist(), each, strict=True))
+        for dp_rank, (first, end) in enumerate(pairwise(prefill_bounds.tolist())):
+            if first < end:
+                needs[dp_rank] = dict(by_row[first:end])
+    return Runnable(own_decoding, decode_bounds.tolist(), fits.tolist(), needs)
 
 
 # A row that needs tokens.

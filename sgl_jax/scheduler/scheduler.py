@@ -35,8 +35,8 @@ from sgl_jax.scheduler.output_buffer import OutputBuffer
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request, RequestState
 from sgl_jax.scheduler.runnable import choose_runnable
-from sgl_jax.scheduler.step_arrays import build_plan, reserve_steps
-from sgl_jax.scheduler.step_builder import StepBuilder
+from sgl_jax.scheduler.step_arrays import build_plan
+from sgl_jax.scheduler.step_builders import StepBuilders
 from sgl_jax.scheduler.tenants import TenantCounts
 from sgl_jax.scheduler.wait_reasons import WaitReasons
 from sgl_jax.scheduler.waiting.wait_reason import WaitKind, WaitReason
@@ -334,15 +334,12 @@ class Scheduler:
             if rank.prompts.unpublished:
                 rank.prompts.publish_awaited()
         taken = forced.take(self.ranks, self._steps) if forced else []
-        runnables, most = choose_runnable(ranks), self._chunk_tokens
+        runnable, most = choose_runnable(ranks), self._chunk_tokens
         # Prompts of one tenant delay the tokens of others, on any rank, by an eighth as long.
-        if ranks.tenants.is_shared and any(len(each.decoding) for each in runnables):
+        if ranks.tenants.is_shared and len(runnable.decoding):
             most = shared_chunk_tokens(most)
-        builders = [
-            StepBuilder(rank, self.sizes, runnable, most, ranks.tenants)
-            for rank, runnable in zip(self.ranks, runnables, strict=True)
-        ]
-        for builder in builders:
+        builders = StepBuilders(ranks, self.sizes, runnable, most)
+        for builder in builders.made():
             if not builder.has_slots:
                 builder.grow_decoding()
             if builder.unservable:
@@ -353,19 +350,18 @@ class Scheduler:
                 ranks.output_lengths.update(ranks.running, ranks.active()[0])
             if self._waiting.priorities.highest is not None:
                 self._admission.admit_into(ranks, builders, self._steps)
-        for builder in builders:
+        for builder in builders.made():
             builder.choose_rows()
             if builder.unservable:
                 self._live.end_unservable(builder)
             taken += builder.retracted + builder.preempted
         for request in taken:
             self._waiting.add(request)
-        if not any(len(builder.decode_rows) or builder.chunks for builder in builders):
+        most_steps = self._num_decode_steps if self._waiting.priorities.highest is None else 1
+        built = build_plan(ranks, builders, self._steps, most_steps)
+        if built is None:
             return None
-        num_steps = None
-        if self._num_decode_steps > 1 and self._waiting.priorities.highest is None:
-            num_steps = reserve_steps(ranks, builders, self._num_decode_steps)
-        plan, launched = build_plan(ranks, builders, self._steps, num_steps)
+        plan, launched = built
         self._launched[plan.step_id] = plan, launched
         self._steps += 1
         return plan
@@ -384,7 +380,7 @@ class Scheduler:
         for i in is_masked.nonzero()[0].tolist():
             rank, row = self._all_ranks.locate(int(rows["row"][i]))
             request = rank.running.request(row)
-            index = i - int(bounds[rank.dp_rank])
+            index = i - bounds[rank.dp_rank]
             yield rank.dp_rank, index, request, rank.running.known_tokens(row)[request.prompt_len :]
 
     def _apply_result(self, event: events.ResultRead) -> None:

@@ -6,36 +6,36 @@ a built step must be launched.
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, starmap
 from typing import Any
 
 import numpy as np
 
-from sgl_jax.core.step_plan import Int32Array, RankPlan, RowAdmission, StepPlan
+from sgl_jax.core.step_plan import Int32Array, RankPlan, RowIndex, StepPlan
 from sgl_jax.mem_cache.row_growth import commit_rows, grow_rows
 from sgl_jax.scheduler.in_flight_rows import SHARE, InFlightRows, Records, launch
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.state_plan import plan_states
 from sgl_jax.scheduler.step_builder import StepBuilder
+from sgl_jax.scheduler.step_builders import StepBuilders
 
 _NONE_AHEAD = np.zeros(0, np.int32)
-# Of LAUNCHED, for `RankPlan`.
-_COLUMNS = ("own_row", "kv_start", "q_len", "samples", "relayed")
 
 
-def reserve_steps(ranks: Ranks, builders: Sequence[StepBuilder], most: int) -> Int32Array | None:
-    """Return the steps of each decode row, int32[n], rank by rank, in which at most `most` tokens
-    are generated; None for one step.
+def _reserve_steps(
+    ranks: Ranks, decode_rows: RowIndex, num_decode: Sequence[int], most: int
+) -> Int32Array | None:
+    """Return the steps of each of `decode_rows`, int32[n], `num_decode[k]` of rank k, in which at
+    most `most` tokens are generated; None for one step.
 
     A plan has several steps if it has only decode rows, none of them with a grammar or with a
     hidden state to return, and no request waits. A row's tokens after the first count like drafts:
     they are certain once the result is read. No row gets a step after its last permitted token.
     Rather than retract a request, all rows take one step if a rank lacks pages for more.
     """
-    if any(builder.chunks for builder in builders):
-        return None
     running, tables = ranks.running, ranks.tables
-    rows, bounds = ranks.join([builder.decode_rows for builder in builders])
+    bounds = np.array([0, *accumulate(num_decode)])
+    rows = decode_rows + np.repeat(np.arange(len(num_decode)) * ranks.num_rows, num_decode)
     if (running.has_grammar[rows] | running.returns_hidden[rows]).any():
         return None
     unread = running.unread_drafts[rows]
@@ -43,34 +43,36 @@ def reserve_steps(ranks: Ranks, builders: Sequence[StepBuilder], most: int) -> I
     if num_steps.max() == 1:
         return None
     ends = tables.kv_committed_len[rows] + unread + num_steps
-    return num_steps if all(grow_rows(tables, ranks.memories, rows, ends, bounds)) else None
+    return num_steps if grow_rows(tables, ranks.memories, rows, ends, bounds).all() else None
 
 
 def build_plan(
-    ranks: Ranks,
-    builders: Sequence[StepBuilder],
-    step_id: int,
-    num_steps: Int32Array | None = None,
-) -> tuple[StepPlan, InFlightRows]:
-    """Build the plan from each rank's builder. Commits lengths and publishes prefill chunks.
-    `num_steps` is the result of `reserve_steps`."""
-    for builder in builders:
-        if builder.chunks:
-            _trim_to_shape(builder, ranks.step_token_shapes)
+    ranks: Ranks, builders: StepBuilders, step_id: int, most_steps: int
+) -> tuple[StepPlan, InFlightRows] | None:
+    """Build the plan from the ranks' builders; None if it has no rows. Commits lengths and
+    publishes prefill chunks. If most_steps > 1, decode rows may take several steps."""
+    prefilling = [builder for builder in builders.made() if builder.chunks]
+    decode_rows, num_decode = builders.decode_rows()
+    if not (prefilling or len(decode_rows)):
+        return None
+    num_rows, num_steps, num_ahead = list(num_decode), None, _NONE_AHEAD
+    for builder in prefilling:
+        _trim_to_shape(builder, ranks.step_token_shapes)
+        num_rows[builder.rank.dp_rank] += len(builder.chunks)
+    chunks = [chunk for builder in prefilling for chunk in builder.chunks.items()]
     running, tables = ranks.running, ranks.tables
-    chunks = [chunk for builder in builders for chunk in builder.chunks.items()]
-    lens = [len(builder.decode_rows) + len(builder.chunks) for builder in builders]
-    bounds = np.array([0, *accumulate(lens)])
-    shares = np.zeros(len(builders), SHARE)
-    shares["num_decode"] = [len(builder.decode_rows) for builder in builders]
-    num_ahead = _NONE_AHEAD
+    bounds = [0, *accumulate(num_rows)]
+    shares = np.zeros(len(ranks.ranks), SHARE)
+    shares["num_decode"] = num_decode
+    if most_steps > 1 and not prefilling:
+        num_steps = _reserve_steps(ranks, decode_rows, num_decode, most_steps)
     if num_steps is not None:
         num_ahead = num_steps - np.int32(1)
     elif ranks.max_draft_tokens:
         num_ahead = np.concatenate([builder.num_drafts for builder in builders])
     rows = launch(
-        bounds,
-        np.concatenate([builder.decode_rows for builder in builders]),
+        np.array(bounds),
+        decode_rows,
         np.array([row for row, _ in chunks], np.intp),
         np.array([num_tokens for _, num_tokens in chunks], np.int32),
         shares,
@@ -84,32 +86,25 @@ def build_plan(
     # Take the page log before chunks are published: publishing may replace a row's pages by the
     # tree's while the step still writes them.
     pages = tables.page_log.take()
-    columns = [rows[name] for name in _COLUMNS]
-    plans = tuple(
-        _rank_plan(ranks, builder, rows[first:end], [each[first:end] for each in columns], share)
-        for builder, (first, end), share in zip(
-            builders, pairwise(bounds.tolist()), shares.tolist(), strict=True
-        )
-    )
+    plans = _rank_plans(ranks, builders, rows, bounds, shares)
     if num_steps is not None:
-        all_steps, parts = 1 + rows["num_ahead"], pairwise(bounds.tolist())
-        plans = tuple(
+        all_steps, parts = 1 + rows["num_ahead"], pairwise(bounds)
+        plans = [
             each._replace(num_steps=all_steps[first:end])
             for each, (first, end) in zip(plans, parts, strict=True)
-        )
+        ]
     saved = [move for tier in ranks.host_tiers for move in tier.take_saved()]
     plan = StepPlan(
         step_id,
-        plans,
+        tuple(plans),
         pages,
         bool(np.count_nonzero(shares["is_masked"])),
         tuple(saved),
         has_steps=num_steps is not None,
     )
     commit_rows(tables, ranks.memories, rows["row"], rows["kv_end"])
-    for builder in builders:
-        if builder.chunks:
-            builder.rank.prompts.offer(list(builder.chunks))
+    for builder in prefilling:
+        builder.rank.prompts.offer(list(builder.chunks))
     return plan, InFlightRows(rows, bounds)
 
 
@@ -135,35 +130,56 @@ def _trim_to_shape(builder: StepBuilder, shapes: Sequence[int]) -> None:
         excess -= min(count, excess)
 
 
-def _rank_plan(
-    ranks: Ranks, builder: StepBuilder, rows: Records, columns: Sequence[Any], share: Any
-) -> RankPlan:
-    """Return the plan of a rank's `rows`, LAUNCHED[n], before any commit. `columns` are their
-    `_COLUMNS`, and `share` has the fields of the rank's SHARE."""
-    own_rows, kv_starts, q_lens, samples, relayed = columns
-    num_decode, longest, num_scored, top_logprobs_num, _, returns_hidden, returns_experts = share
-    num_pages = -(-(longest + ranks.lookahead_slots) // ranks.page_size)
-    num_pages = min(num_pages, ranks.pages_per_row)
-    admissions: tuple[RowAdmission, ...] = ()
-    if unsent := builder.rank.unsent_admissions:
-        admissions = tuple(unsent.values())
-        unsent.clear()
+def _rank_plans(
+    ranks: Ranks, builders: StepBuilders, rows: Records, bounds: Sequence[int], shares: Records
+) -> list[RankPlan]:
+    """Return each rank's plan before any commit, from its part of `rows` and its SHARE."""
+    parts = list(starmap(slice, pairwise(bounds)))
+    columns = (rows[name] for name in ("own_row", "kv_start", "q_len", "samples", "relayed"))
+    own_rows, kv_starts, q_lens, samples, relayed = ([own[p] for p in parts] for own in columns)
+    num_pages = -(-(shares["longest"] + ranks.lookahead_slots) // ranks.page_size)
+    num_pages = np.minimum(num_pages, ranks.pages_per_row)
+    admissions = [tuple(rank.unsent_admissions.values()) for rank in ranks.ranks]
+    for rank in ranks.ranks:
+        rank.unsent_admissions.clear()
     # By position, in half the time.
-    plan = RankPlan(
-        own_rows, kv_starts, q_lens, samples, num_pages, num_decode, relayed, admissions
-    )
-    if builder.rank.images.unsent:
-        plan = plan._replace(encodings=builder.rank.images.take_encodings())
-    if num_scored > 0 or top_logprobs_num >= 0:
-        plan = plan._replace(
-            num_scored=rows["num_scored"] if num_scored else None,
-            return_logprob=top_logprobs_num >= 0,
-            top_logprobs_num=max(top_logprobs_num, 0),
-            num_logprob_ids=int(ranks.running.num_logprob_ids[rows["row"]].max()),
+    plans = list(
+        map(
+            RankPlan,
+            own_rows,
+            kv_starts,
+            q_lens,
+            samples,
+            num_pages.tolist(),
+            shares["num_decode"].tolist(),
+            relayed,
+            admissions,
         )
-    if returns_hidden or returns_experts:
-        plan = plan._replace(returns_hidden=returns_hidden, returns_experts=returns_experts)
-    if ranks.has_states or builder.drafts is not None:
-        states = plan_states(builder, rows) if ranks.has_states else None
-        plan = plan._replace(states=states, drafts=builder.drafts)
-    return plan
+    )
+    reports = (shares["num_scored"] > 0) | (shares["top_logprobs_num"] >= 0)
+    reports |= shares["returns_hidden"] | shares["returns_experts"]
+    for k in reports.nonzero()[0].tolist():
+        plans[k] = _add_reports(plans[k], ranks, rows[parts[k]], shares[k])
+    if ranks.has_states or ranks.max_draft_tokens:
+        for k, builder in enumerate(builders):
+            states = plan_states(builder, rows[parts[k]]) if ranks.has_states else None
+            plans[k] = plans[k]._replace(states=states, drafts=builder.drafts)
+    if ranks.has_images:
+        for k, rank in enumerate(ranks.ranks):
+            plans[k] = plans[k]._replace(encodings=rank.images.take_encodings())
+    return plans
+
+
+def _add_reports(plan: RankPlan, ranks: Ranks, rows: Records, share: Any) -> RankPlan:
+    """Add what the rank's `rows`, LAUNCHED[n], report beside tokens to its plan."""
+    returns_hidden, returns_experts = bool(share["returns_hidden"]), bool(share["returns_experts"])
+    plan = plan._replace(returns_hidden=returns_hidden, returns_experts=returns_experts)
+    num_scored, top_logprobs_num = int(share["num_scored"]), int(share["top_logprobs_num"])
+    if num_scored == 0 and top_logprobs_num < 0:
+        return plan
+    return plan._replace(
+        num_scored=rows["num_scored"] if num_scored else None,
+        return_logprob=top_logprobs_num >= 0,
+        top_logprobs_num=max(top_logprobs_num, 0),
+        num_logprob_ids=int(ranks.running.num_logprob_ids[rows["row"]].max()),
+    )

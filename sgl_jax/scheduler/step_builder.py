@@ -27,7 +27,7 @@ from sgl_jax.scheduler.forecast.fits import NO_FLOOR, NO_LIMIT
 from sgl_jax.scheduler.preemption import by_cost
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
-from sgl_jax.scheduler.runnable import Runnable, decode_ends
+from sgl_jax.scheduler.runnable import Need, decode_ends
 from sgl_jax.scheduler.shared_tokens import SHORT_PART, SharedTokens
 from sgl_jax.scheduler.tenants import Tenants
 
@@ -43,9 +43,11 @@ class StepBuilder:
     Args:
         rank: its memory provides the step's pages.
         sizes: the sizes of the engine.
-        runnable: the rank's part of `choose_runnable`.
+        decode_rows: the rank's part of `Runnable.decoding`.
+        needs: of the rank's other rows that need tokens.
         chunk_tokens: prompt tokens that the step may hold, at most `sizes.max_chunk_tokens`.
         tenants: the tenants of the requests.
+        has_slots: whether every decode row has a slot.
     """
 
     # First values. Most ranks only decode in most steps, and then nothing else is set.
@@ -66,12 +68,15 @@ class StepBuilder:
         self,
         rank: RankScheduler,
         sizes: EngineSizes,
-        runnable: Runnable,
+        decode_rows: RowIndex,
+        needs: dict[int, Need],
         chunk_tokens: int,
         tenants: Tenants,
+        *,
+        has_slots: bool,
     ) -> None:
         self.rank, self._sizes, self._tenants = rank, sizes, tenants
-        self.decode_rows, self.has_slots, self._needs = runnable  # `_needs`: see `_count_needs`
+        self.decode_rows, self._needs, self.has_slots = decode_rows, needs, has_slots
         self.retracted: list[Request] = []  # since memory is short
         self.preempted: list[Request] = []  # for requests that start
         self.unservable: list[int] = []  # rows that do not fit even an empty rank
@@ -86,7 +91,7 @@ class StepBuilder:
         if self._needs:
             self._begin_prompts(self._needs)
 
-    def _begin_prompts(self, needs: dict[int, tuple[int, int, int]]) -> None:
+    def _begin_prompts(self, needs: dict[int, Need]) -> None:
         if len(needs) > 1 and self.rank.running.priorities.differ:
             self._prefilling.sort(key=lambda row: -needs[row][2])  # stable
         self.num_prefill_tokens = sum([need[0] for need in needs.values()])
@@ -250,9 +255,8 @@ class StepBuilder:
         count = min(count, num_unscored + num_scored_left)
         return count, count - num_unscored
 
-    def _count_needs(self, row: int) -> tuple[int, int, int]:
-        """Return the prompt tokens that `row` needs, those before its first scored position, which
-        use no scores of the step, and its priority. They change only as the step is launched."""
+    def _count_needs(self, row: int) -> Need:
+        """Return what `row` needs, which changes only as the step is launched."""
         columns, committed = self.rank.columns, int(self.rank.memory.rows.kv_committed_len[row])
         num_wanted = int(columns.planned_len[row]) - committed
         num_unscored = max(int(columns.score_start[row]) - committed, 0)

@@ -171,23 +171,27 @@ def test_scales_of_latents_may_be_cut_over_ranks(name, quantization):
     assert_same(load(folder, dp=4, quantization=quantization), expected)
 
 
-def test_operands_of_kernels_are_stored_by_rows_and_others_as_the_compiler_likes():
+def test_matrices_of_layers_are_stored_by_rows_and_others_as_the_compiler_likes():
     folder = FLOATS.parent / "gpt_oss_mxfp4"
     mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "tensor"))
     placed = place_model(ModelConfig.from_path(folder), mesh, BuildOptions(jnp.float32))
     layouts = {path: own.array.format.layout for path, own in placed.declared.items()}
     by_rows = {path for path, layout in layouts.items() if layout is not None}
-    assert {path[-1] for path in by_rows} == {"values", "scales"}
-    assert all(layouts[path].major_to_minor == (0, 1, 2, 3) for path in by_rows)
+    assert {path[-1] for path in by_rows} == {"values", "scales", "weight", "bias"}
+    assert {path[-1] for path in layouts.keys() - by_rows} >= {"weight"}  # of norms
+    for path in by_rows:
+        assert layouts[path].major_to_minor == tuple(range(placed.declared[path].array.ndim))
     expected = flatten_mapping(load_params(placed, folder, "safetensors"))
 
     # As on a TPU, where the layout of an array that arrives is another.
     for path in by_rows:
         own = placed.declared[path]
-        layout = Format(Layout((3, 1, 0, 2)), own.array.sharding)
+        order = tuple(reversed(range(own.array.ndim)))
+        layout = Format(Layout(order), own.array.sharding)
         placed.declared[path] = own._replace(array=own.array.update(sharding=layout))
     params = flatten_mapping(load_params(placed, folder, "safetensors"))
     assert_same(params, expected)
     for path in by_rows:
-        assert params[path].format.layout.major_to_minor == (3, 1, 0, 2)
-        assert expected[path].format.layout.major_to_minor == (0, 1, 2, 3)
+        order = tuple(range(params[path].ndim))
+        assert params[path].format.layout.major_to_minor == order[::-1]
+        assert expected[path].format.layout.major_to_minor == order

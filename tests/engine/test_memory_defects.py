@@ -34,7 +34,7 @@ from sgl_jax.engine.loop.core import EngineCore
 from sgl_jax.engine.loop.memory_audit import MAX_DUMPS, DefectRecord
 from sgl_jax.engine.loop.weight_updates import _Staging
 from sgl_jax.mem_cache.errors import LedgerError, MemoryDefectError, OwnershipError
-from sgl_jax.mem_cache.pages.page_allocator import TREE
+from sgl_jax.mem_cache.pages.pool_records import TREE
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.memory_view.reader import MemoryReader
 from sgl_jax.scheduler.events import Rebuild

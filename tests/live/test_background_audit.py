@@ -32,7 +32,7 @@ SABOTAGE = """
 import os
 import numpy as np
 import sgl_jax.scheduler.scheduler as module
-from sgl_jax.mem_cache.pages.page_allocator import TREE
+from sgl_jax.mem_cache.pages.pool_records import TREE
 
 commit = module.Scheduler._apply_result
 

@@ -8,7 +8,7 @@ import pytest
 from sgl_jax.core.engine_sizes import CacheGroup, EngineSizes
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.ledger import audit, check_balance
-from sgl_jax.mem_cache.pages.page_allocator import TREE
+from sgl_jax.mem_cache.pages.pool_records import TREE
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import publish_prefix, release_kv_cache
 from sgl_jax.mem_cache.tree.radix_cache import RadixCache

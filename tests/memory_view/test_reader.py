@@ -21,7 +21,7 @@ from sgl_jax.core.messages import (
 )
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.mem_cache.dump import namespace_hash
-from sgl_jax.mem_cache.pages.page_allocator import FREE, RESERVED, TREE
+from sgl_jax.mem_cache.pages.pool_records import FREE, RESERVED, TREE
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.memory_view import reader as reader_module
 from sgl_jax.memory_view.frames import FrameBuilder

@@ -49,6 +49,8 @@ _PLANNER = "sgl_jax/scheduler/step_builder.py"
 _BUILDER = "sgl_jax/scheduler/step_arrays.py"
 _LAUNCHED = "sgl_jax/scheduler/in_flight_rows.py"
 _RUNNING = "sgl_jax/scheduler/running_rows.py"
+_POOL = "sgl_jax/mem_cache/pages/pool_records.py"
+_BUILDERS = "sgl_jax/scheduler/step_builders.py"
 _RUNNABLE = "sgl_jax/scheduler/runnable.py"
 _DRAFTS = "sgl_jax/scheduler/draft_policy.py"
 _KEPT = "sgl_jax/scheduler/kept_states.py"
@@ -742,7 +744,7 @@ MUTATIONS = (
     ),
     Mutation(
         "let any caller free a page",
-        _ALLOCATOR,
+        _POOL,
         "or owners[page] != owner:\n            return False\n",
         ":\n            return False\n",
     ),
@@ -905,7 +907,7 @@ MUTATIONS = (
     Mutation(
         "admit a retracted request twice on the device",
         _BUILDER,
-        "        unsent.clear()\n",
+        "        rank.unsent_admissions.clear()\n",
         "        pass\n",
     ),
     Mutation(
@@ -2694,6 +2696,42 @@ MUTATIONS = (
         "self.pages_for(num_ahead - 1)\n",
     ),
     Mutation(
+        "take pages from the free list of another rank",
+        _POOL,
+        "            free[rank],\n",
+        "            free[(rank + 1) % len(free)],\n",
+    ),
+    Mutation(
+        "forget the pages that a step takes on a rank",
+        _POOL,
+        "    counts[NUM_FREE] -= len(pages)\n",
+        "",
+    ),
+    Mutation(
+        "take pages for rows of a rank that is short",
+        _GROWTH,
+        "            num_lacking *= fits\n",
+        "",
+    ),
+    Mutation(
+        "make no room on the ranks that are short",
+        _GROWTH,
+        "            fits[k] = memories[k].make_room(int(num_lacking[k]))\n",
+        "            fits[k] = False\n",
+    ),
+    Mutation(
+        "let a rank decode without slots",
+        _BUILDERS,
+        "is_plain = runnable.has_slots[dp_rank] and dp_rank not in runnable.prefilling",
+        "is_plain = dp_rank not in runnable.prefilling",
+    ),
+    Mutation(
+        "plan the rows that were selected on a rank that retracted one",
+        _BUILDERS,
+        "                parts[dp_rank] = own.decode_rows\n",
+        "                pass\n",
+    ),
+    Mutation(
         "windows: take a page for the first group alone",
         _GROWTH,
         "        for number, group in enumerate(memories[0].groups):\n            if group",
@@ -4251,14 +4289,14 @@ MUTATIONS = (
     Mutation(
         "steps: take several next to a chunk of a prompt",
         _BUILDER,
-        "    if any(builder.chunks for builder in builders):\n        return None\n",
-        "",
+        "    if most_steps > 1 and not prefilling:\n",
+        "    if most_steps > 1:\n",
     ),
     Mutation(
         "steps: take several while a request waits",
         _SCHEDULER,
-        "        if self._num_decode_steps > 1 and self._waiting.priorities.highest is None:\n",
-        "        if self._num_decode_steps > 1:\n",
+        " = self._num_decode_steps if self._waiting.priorities.highest is None else 1\n",
+        " = self._num_decode_steps\n",
     ),
     Mutation(
         "steps: go past the limit by the steps of a launch in flight",
@@ -4275,8 +4313,8 @@ MUTATIONS = (
     Mutation(
         "steps: take several without slots for them",
         _BUILDER,
-        "return num_steps if all(grow_rows(tables, ranks.memories, rows, ends, bounds)) else None",
-        "return num_steps if grow_rows(tables, ranks.memories, rows, ends, bounds) else None",
+        "return num_steps if grow_rows(tables, ranks.memories, rows, ends, bounds).all() else None",
+        "return num_steps if grow_rows(tables, ranks.memories, rows, ends, bounds).any() else None",
     ),
     Mutation(
         "steps: count the first token of a launch as uncertain",

@@ -11,7 +11,8 @@ from sgl_jax.core.engine_sizes import FULL_ATTENTION, LAST_VALUE, CacheGroup
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.lease import KVLease
-from sgl_jax.mem_cache.pages.page_allocator import FREE, TREE, PageAllocator
+from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
+from sgl_jax.mem_cache.pages.pool_records import FREE, TREE
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.tree import cache_walk
 from sgl_jax.mem_cache.tree_node import TreeNode

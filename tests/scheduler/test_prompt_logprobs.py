@@ -150,7 +150,7 @@ def test_a_step_is_planned_once_though_a_scored_request_comes_with_it() -> None:
     driver.submit(generate("a", [1, 2, 3], 2, logprob_start_len=0))
     calls = []
 
-    def choose(ranks: Ranks) -> list[Runnable]:
+    def choose(ranks: Ranks) -> Runnable:
         calls.append(ranks)
         return choose_runnable(ranks)
 

@@ -99,7 +99,11 @@ def test_ranks_grow_alone_where_another_is_short() -> None:
     joint, bounds = joined(own_rows)
     before = ranks.tables.pages.copy()
     lens = np.array([9, 2, 5, 5, 4, 13], np.int32)
-    assert grow_rows(ranks.tables, ranks.memories, joint, lens, bounds) == [True, False, True]
+    assert grow_rows(ranks.tables, ranks.memories, joint, lens, bounds).tolist() == [
+        True,
+        False,
+        True,
+    ]
     assert ranks.tables.kv_allocated_len[joint].tolist() == [9, 3, 3, 3, 4, 13]
     assert (ranks.tables.pages != before).sum(axis=(1, 2))[joint].tolist() == [2, 0, 0, 0, 0, 3]
     assert [rank.memory.allocator.num_free for rank in ranks.ranks] == [15, 1, 14]
@@ -114,7 +118,7 @@ def test_committing_beyond_the_slots_names_rank_and_row() -> None:
     rows = [rank.memory.open_lease(np.zeros(0, np.int32)).row for rank in ranks.ranks]
     joint, bounds = joined([[row] for row in rows])
     lens = np.array([4, 4], np.int32)
-    assert grow_rows(ranks.tables, ranks.memories, joint, lens, bounds) == [True, True]
+    assert grow_rows(ranks.tables, ranks.memories, joint, lens, bounds).tolist() == [True, True]
     with pytest.raises(LeaseError, match=rf"rank 1: row {rows[1]} would commit 5 tokens of 4"):
         commit_rows(ranks.tables, ranks.memories, joint, lens + np.array([0, 1], np.int32))
     assert ranks.tables.kv_committed_len.max() == 0

@@ -33,7 +33,7 @@ PACKAGE = str(Path(sgl_jax.__file__).parent)
 FEW, MANY = 40, 500
 # Of calls to these the cost is the same only on average: a heap, a ring that is full or not, and
 # pages that left, which are written down many at once.
-NOT_COUNTED = ("EvictionQueue.", "TransitionLog.", "GhostPages.")
+NOT_COUNTED = ("EvictionQueue.", "GhostPages.")
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,17 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from sgl_jax.core.step_plan import Executor, Int32Array, RankResult, StepHandle, StepPlan
+import numpy as np
+
+from sgl_jax.core.step_plan import (
+    Executor,
+    Int32Array,
+    IntpArray,
+    RankResult,
+    StepHandle,
+    StepPlan,
+)
+from sgl_jax.mem_cache.pages.pool_records import PoolRecords
 from sgl_jax.mem_cache.rank_memory import RankMemory
 
 EVERY = range(1_000_000_000)  # launch or result
@@ -76,5 +86,12 @@ class FaultyExecutor:
 @contextmanager
 def no_more_pages(memory: RankMemory) -> Iterator[None]:
     """Within, the rank gets no page it does not hold already, however many are free."""
-    with patch.object(memory, "make_room", return_value=False):
+
+    def none_free(_: PoolRecords, ranks: IntpArray) -> IntpArray:
+        return np.zeros(len(ranks), np.intp)  # so every rank is asked to make room
+
+    with (
+        patch.object(memory, "make_room", return_value=False),
+        patch.object(PoolRecords, "num_free", none_free),
+    ):
         yield

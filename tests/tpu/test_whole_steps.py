@@ -253,10 +253,7 @@ def test_several_decode_steps_in_a_launch_copy_nothing():
         ("llama-3.1-8b", "v6e-1", 1, None),
         ("llama-3.3-70b", "v6e-8", 8, None),
         ("gemma-3-27b", "v6e-4", 4, None),
-        pytest.param(
-            *("gpt-oss-20b", "tpu7x-2", 1, None),
-            marks=pytest.mark.xfail(strict=True, reason="a launch copies attention's matrices"),
-        ),
+        ("gpt-oss-20b", "tpu7x-2", 1, None),
         pytest.param(
             *("qwen3-30b-a3b", "v5e-1", 1, 4),
             marks=pytest.mark.xfail(strict=True, reason="a step takes 2.4 % longer"),

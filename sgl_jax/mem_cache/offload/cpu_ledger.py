@@ -8,7 +8,7 @@ from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.ledger_walk import walk_failure
 from sgl_jax.mem_cache.offload.cpu_pool import CpuPool
 from sgl_jax.mem_cache.offload.cpu_tier import CpuTier
-from sgl_jax.mem_cache.pages.page_allocator import FREE, NULL_PAGE, RESERVED, TREE
+from sgl_jax.mem_cache.pages.pool_records import FREE, NULL_PAGE, RESERVED, TREE
 from sgl_jax.mem_cache.tree.cache_walk import CacheWalk, audit_cache
 from sgl_jax.mem_cache.tree_node import TreeNode
 

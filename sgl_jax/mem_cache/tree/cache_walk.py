@@ -18,7 +18,7 @@ import numpy as np
 
 from sgl_jax.core.step_plan import Int32Array, IntpArray
 from sgl_jax.mem_cache.errors import LedgerError
-from sgl_jax.mem_cache.pages.page_allocator import NULL_PAGE, TREE
+from sgl_jax.mem_cache.pages.pool_records import NULL_PAGE, TREE
 from sgl_jax.mem_cache.tree.radix_cache import RadixCache
 from sgl_jax.mem_cache.tree.radix_tree import RadixTree
 from sgl_jax.mem_cache.tree.tree_component import FirstPages, LockedEnd, TreeComponent

@@ -20,7 +20,8 @@ import numpy as np
 from sgl_jax.core.engine_sizes import CacheGroup
 from sgl_jax.core.step_plan import BoolArray, Int32Array
 from sgl_jax.mem_cache.errors import LedgerError
-from sgl_jax.mem_cache.pages.page_allocator import TREE, PageAllocator
+from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
+from sgl_jax.mem_cache.pages.pool_records import TREE
 from sgl_jax.mem_cache.tree.tree_component import (
     FirstPages,
     LeaseOffer,

@@ -13,7 +13,7 @@ from sgl_jax.engine.loop import memory_audit
 from sgl_jax.engine.loop.core import EngineCore
 from sgl_jax.engine.loop.memory_audit import MAX_SHARE, PERIOD_S, BackgroundAudit
 from sgl_jax.mem_cache.errors import LedgerError
-from sgl_jax.mem_cache.pages.page_allocator import FREE, TREE
+from sgl_jax.mem_cache.pages.pool_records import FREE, TREE
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from tests.engine.scripted_channel import ScriptedChannel
 from tests.engine.test_memory_defects import make_core, requests

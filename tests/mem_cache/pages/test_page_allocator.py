@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from sgl_jax.mem_cache.errors import OutOfPagesError, OwnershipError
-from sgl_jax.mem_cache.pages.page_allocator import FREE, RESERVED, TREE, PageAllocator
+from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
+from sgl_jax.mem_cache.pages.pool_records import FREE, RESERVED, TREE
 
 
 def pages(*ids: int) -> np.ndarray:

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from sgl_jax.mem_cache.errors import OwnershipError
-from sgl_jax.mem_cache.pages.page_allocator import MAX_CALLS, MAX_PAGES, PageAllocator
+from sgl_jax.mem_cache.pages.page_allocator import PageAllocator
+from sgl_jax.mem_cache.pages.pool_records import MAX_CALLS, MAX_PAGES
 
 
 def pages(*ids: int) -> np.ndarray:
