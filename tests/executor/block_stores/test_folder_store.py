@@ -53,13 +53,17 @@ def test_the_values_of_a_put_share_locks_of_bounded_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_values: int, num_locks: int
 ) -> None:
     store = FolderStore(tmp_path, GIGABYTE)
-    locks = []
+    lock, locked_files = folder_store._lock, list[int]()
+
+    def counted_lock(file: int) -> bool:
+        locked_files.append(file)
+        return lock(file)
+
     monkeypatch.setattr(folder_store, "_LOCKED_BYTES", 4 * (300 + HEAD_BYTES))
-    lock = folder_store._lock
-    monkeypatch.setattr(folder_store, "_lock", lambda file: locks.append(file) or lock(file))
+    monkeypatch.setattr(folder_store, "_lock", counted_lock)
     keys, values = zip(*((key(i), value(i)) for i in range(12)), strict=True)
     store.put(keys[:num_values], values[:num_values])
-    assert len(locks) == num_locks
+    assert len(locked_files) == num_locks
     assert store.get(keys) == [*values[:num_values], *(12 - num_values) * [None]]
     assert int((tmp_path / "size").read_bytes()) == size_of(tmp_path)
 
