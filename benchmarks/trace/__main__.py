@@ -1,12 +1,14 @@
-"""Recorded prompts with layers that keep less than every token.
+"""Recorded prompts with layers that keep less than every token, and the returns of agents.
 
-    python -m benchmarks.trace {windows,states} FILE
+    python -m benchmarks.trace {windows,states,returns} FILE
 
 `windows`: models with sliding windows, next to one whose layers keep everything, in the same
 memory.
 
 `states`: a model with recurrent layers, by the memory of its snapshots, next to one with all
 states.
+
+`returns`: how often recorded agents return around the time at which their paths are expected.
 """
 
 import argparse
@@ -16,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.trace.recurrent import QWEN3_NEXT, plot_shares, recurrent_hit_rates, recurrent_table
+from benchmarks.trace.returns import return_rows, returns_table
 from benchmarks.trace.windowed import LAYER_MIXES, WindowedRow, windowed_hit_rates, windowed_table
 from sgl_jax.bench.trace.cache_only import Trace
 from sgl_jax.bench.trace.command import add_capacities, chosen_capacities
@@ -46,15 +49,19 @@ def _parser() -> argparse.ArgumentParser:
     kinds = parser.add_subparsers(required=True, metavar="KIND")
     windows = kinds.add_parser("windows", help="models with sliding windows")
     states = kinds.add_parser("states", help="a model with recurrent layers")
-    for kind in (windows, states):
+    returns = kinds.add_parser("returns", help="expected and real returns of agents")
+    for kind in (windows, states, returns):
         kind.add_argument("file", type=Path, help="requests, one JSON object a line")
         kind.add_argument("--num-requests", type=int, metavar="N", help="the first N only")
+    for kind in (windows, states):
         kind.add_argument("--json", action="store_true", help="print values as JSON")
         kind.add_argument("--page-size", type=int, default=BLOCK_TOKENS, help="(%(default)s)")
         add_arguments(kind, only=("radix_eviction_policy", "max_total_tokens"))
         add_capacities(kind)
     states.add_argument("--plot", type=Path, help="draw the shares")
+    returns.add_argument("--sigma", type=float, help="of clients' forecasts, lognormal factors")
     windows.set_defaults(run=_windows, plot=None)
+    returns.set_defaults(run=_returns, plot=None)
     states.set_defaults(run=_states)
     return parser
 
@@ -99,6 +106,10 @@ def _states(trace: Trace, words: argparse.Namespace) -> str:
         f"{len(trace):,} requests: share of their prompt tokens that is served, pages of "
         f"{page_size} tokens, {policy} eviction\n{title}\n\n{recurrent_table(rates)}"
     )
+
+
+def _returns(trace: Trace, words: argparse.Namespace) -> str:
+    return returns_table(return_rows(trace, words.sigma))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ Its answers equal those of the first engine, which had all of them on its device
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -89,29 +89,42 @@ def test_a_second_engine_finds_what_the_first_one_stored(tmp_path: Path, case: s
     assert [each[2] for each in found] == [each[2] for each in expected]
 
 
+Sizes: TypeAlias = tuple[int, int]  # chips, and tokens of a page
+
+
 def other_sizes(
-    folder: Path, family: str, writer: tuple[int, int], reader: tuple[int, int]
+    folder: Path, family: str, writer: Sizes, reader: Sizes, *, num_restored: int | None = None
 ) -> tuple[list[int], dict[str, int]]:
     """Cached tokens and counters of an engine that answers prompts of 129 tokens, which an engine
-    of other sizes has answered; sizes are chips and tokens of a page. Answers must be equal."""
+    of other sizes has answered. Answers must be equal. With `num_restored`, the second engine
+    restores the first one's cache, and loads so many tokens before the first prompt."""
     outputs, cached = [], []
+    saves = {} if num_restored is None else {"restore_cache": str(folder / "saved")}
     for tp_size, page_size in (writer, reader):
         sizes = {"tp_size": tp_size, "page_size": page_size}
-        with Engine(**settings_with(folder, GOLDEN / family, **sizes)) as engine:
+        with Engine(**settings_with(folder, GOLDEN / family, **sizes, **saves)) as engine:
+            if outputs and num_restored is not None:
+                until(lambda: num_loaded(engine) == num_restored, "prefixes are restored")
             talks = conversations(engine.info["vocab_size"])
             found = ask(engine, [talk[0][:129] for talk in talks[1:4]])
             until(lambda: not is_moving(engine), "transfers end")
             counters = engine.server_info()["counters"]
-            check_at_rest(engine)
+            if outputs or not saves:  # else the flush would leave nothing to save
+                check_at_rest(engine)
         outputs.append([each[0] for each in found])
         cached = [each[2] for each in found]
     assert outputs[0] == outputs[1]
     return cached, counters
 
 
-def check_all_found(
-    folder: Path, family: str, writer: tuple[int, int], reader: tuple[int, int]
-) -> None:
+def num_loaded(engine: Engine) -> int:
+    """The tokens loaded from the store, once nothing moves."""
+    until(lambda: not is_moving(engine), "transfers end")
+    num_tokens: int = engine.server_info()["counters"]["store_loaded_tokens"]
+    return num_tokens
+
+
+def check_all_found(folder: Path, family: str, writer: Sizes, reader: Sizes) -> None:
     cached, counters = other_sizes(folder, family, writer, reader)
     assert cached == [128, 128, 128]
     assert counters["store_loaded_tokens"] == sum(cached)
@@ -119,6 +132,25 @@ def check_all_found(
 
 def test_an_engine_with_more_chips_and_larger_pages_finds_stored_prefixes(tmp_path: Path) -> None:
     check_all_found(tmp_path, "qwen3", (1, 16), (2, 32))
+
+
+@pytest.mark.parametrize(
+    ("family", "writer", "reader"),
+    [
+        ("qwen3", (1, 16), (2, 32)),
+        pytest.param("llama", (2, 32), (4, 64), marks=pytest.mark.long),
+        pytest.param("gemma3", (2, 32), (1, 16), marks=pytest.mark.long),
+        pytest.param("gpt_oss", (1, 64), (2, 16), marks=pytest.mark.long),
+        pytest.param("qwen3_next", (2, 32), (1, 16), marks=pytest.mark.long),
+        pytest.param("deepseek_v3", (1, 16), (4, 64), marks=pytest.mark.long),
+    ],
+)
+def test_an_engine_of_other_sizes_restores_a_saved_cache(
+    tmp_path: Path, family: str, writer: Sizes, reader: Sizes
+) -> None:
+    cached, counters = other_sizes(tmp_path, family, writer, reader, num_restored=3 * 128)
+    assert cached == [128, 128, 128]
+    assert counters["store_loaded_tokens"] == 3 * 128
 
 
 @pytest.mark.long

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 # A suspended engine may hold the lock: puts fail then.
 _LOCK_LIMIT_S = 2.0
 _POLL_S = 0.002
+# Bytes of values written under one lock: a large page is several small values.
+_LOCKED_BYTES = 1 << 25
 _KEY = re.compile(r"[0-9a-f]+/[0-9a-f]+")
 
 
@@ -66,31 +68,51 @@ class FolderStore:
     def put(self, keys: Sequence[str], values: Sequence[bytes]) -> None:
         """Write each value that is not larger than the store. Raises `StoreBusyError` if another
         engine holds the lock."""
-        for key, value in zip(keys, values, strict=True):
-            if HEAD_BYTES + len(value) <= self._max_bytes:
-                with self._count() as count:
-                    if count is None:
-                        raise StoreBusyError(f"{self._folder}: another engine holds the lock")
-                    self._put(key, value, count)
+        for part in self._parts(dict(zip(keys, values, strict=True))):
+            with self._count() as count:
+                if count is None:
+                    raise StoreBusyError(f"{self._folder}: another engine holds the lock")
+                self._put(part, count)
 
-    def _put(self, key: str, value: bytes, count: "_Count") -> None:
-        path, size = self._path(key), HEAD_BYTES + len(value)
+    def _parts(self, values: dict[str, bytes]) -> Iterator[dict[str, bytes]]:
+        """Divide the values that are not larger than the store into parts to write under one
+        lock."""
+        most = min(_LOCKED_BYTES, self._max_bytes)
+        part: dict[str, bytes] = {}
+        size = 0
+        for key, value in values.items():
+            num_bytes = HEAD_BYTES + len(value)
+            if num_bytes > self._max_bytes:
+                continue
+            if part and size + num_bytes > most:
+                yield part
+                part, size = {}, 0
+            part[key] = value
+            size += num_bytes
+        if part:
+            yield part
+
+    def _put(self, part: dict[str, bytes], count: "_Count") -> None:
+        paths = {key: self._path(key) for key in part}
         num_bytes = count.read()
         if num_bytes is None:
             num_bytes = self._measure()
-        num_bytes = self._make_room(num_bytes - _remove(path), size)
+        size = sum(HEAD_BYTES + len(value) for value in part.values())
+        num_bytes = self._make_room(num_bytes - sum(map(_remove, paths.values())), size)
         count.write(num_bytes + size)
-        make_private_folder(path.parent)
-        beside = self._unfinished / secrets.token_hex(8)
-        try:
-            with open(beside, "xb", opener=open_private) as file:
-                file.write(head(key, value))
-                file.write(value)
-            beside.replace(path)
-        except OSError:  # such as a full disk
-            _remove(beside)
-            count.write(num_bytes)
-            raise
+        for key, value in part.items():
+            beside = self._unfinished / secrets.token_hex(8)
+            try:
+                make_private_folder(paths[key].parent)
+                with open(beside, "xb", opener=open_private) as file:
+                    file.write(head(key, value))
+                    file.write(value)
+                beside.replace(paths[key])
+            except OSError:  # such as a full disk
+                _remove(beside)
+                count.write(num_bytes)
+                raise
+            num_bytes += HEAD_BYTES + len(value)
 
     def close(self) -> None:
         """Do nothing: no file is open between calls."""

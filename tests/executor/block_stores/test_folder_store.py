@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from sgl_jax.executor.block_stores import folder_store
-from sgl_jax.executor.block_stores.block_store import StoreBusyError
+from sgl_jax.executor.block_stores.block_store import HEAD_BYTES, StoreBusyError
 from sgl_jax.executor.block_stores.folder_store import FolderStore
 
 GIGABYTE = 10**9
@@ -46,6 +46,35 @@ def test_a_value_that_is_put_twice_counts_once(tmp_path: Path) -> None:
     for number in (1, 2, 2):
         store.put([key(number)], [value(number)])
     assert store.get([key(1), key(2)]) == [value(1), value(2)]
+
+
+@pytest.mark.parametrize(("num_values", "num_locks"), [(0, 0), (1, 1), (4, 1), (5, 2), (12, 3)])
+def test_the_values_of_a_put_share_locks_of_bounded_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_values: int, num_locks: int
+) -> None:
+    store = FolderStore(tmp_path, GIGABYTE)
+    lock, locked_files = folder_store._lock, list[int]()
+
+    def counted_lock(file: int) -> bool:
+        locked_files.append(file)
+        return lock(file)
+
+    monkeypatch.setattr(folder_store, "_LOCKED_BYTES", 4 * (300 + HEAD_BYTES))
+    monkeypatch.setattr(folder_store, "_lock", counted_lock)
+    keys, values = zip(*((key(i), value(i)) for i in range(12)), strict=True)
+    store.put(keys[:num_values], values[:num_values])
+    assert len(locked_files) == num_locks
+    assert store.get(keys) == [*values[:num_values], *(12 - num_values) * [None]]
+    assert int((tmp_path / "size").read_bytes()) == size_of(tmp_path)
+
+
+def test_of_a_put_larger_than_the_store_the_last_values_stay(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path, 4 * (300 + HEAD_BYTES))
+    keys, values = [key(i) for i in range(7)], [value(i) for i in range(7)]
+    values[2] = value(2, 2_000)  # larger than the store
+    store.put(keys, values)
+    assert store.get(keys) == [None, None, None, *values[3:]]
+    assert int((tmp_path / "size").read_bytes()) == size_of(tmp_path)
 
 
 def size_of(folder: Path) -> int:
@@ -123,6 +152,27 @@ def test_a_failed_write_leaves_nothing_uncounted(
         store.put([key(number)], [value(number)])
         assert size_of(tmp_path) <= 4 * 350
     assert store.get([key(8)]) == [value(8)]
+
+
+def test_a_put_that_fails_in_the_middle_counts_what_it_has_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FolderStore(tmp_path, GIGABYTE)
+    replace, paths = Path.replace, []
+
+    def fail_third(path: Path, target: Path) -> Path:
+        paths.append(path)
+        if len(paths) == 3:
+            raise OSError("no space left")
+        return replace(path, target)
+
+    keys, values = [key(i) for i in range(5)], [value(i) for i in range(5)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", fail_third)
+        with pytest.raises(OSError, match="no space"):
+            store.put(keys, values)
+    assert store.get(keys) == [*values[:2], None, None, None]
+    assert int((tmp_path / "size").read_bytes()) == size_of(tmp_path)
 
 
 def test_an_engine_that_is_killed_in_a_write_leaves_nothing_uncounted(tmp_path: Path) -> None:
