@@ -14,6 +14,7 @@ from jax import lax
 
 from sgl_jax.kernels.gated_delta.api import CausalConv, GatedDelta
 from sgl_jax.kernels.gated_delta.batch import DeltaInputs, StateBatch
+from sgl_jax.kernels.row_blocks import row_wise
 from sgl_jax.layers.layer_weights import use_weight
 from sgl_jax.layers.linear import Linear
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS
@@ -136,6 +137,11 @@ class GatedDeltaNet(nnx.Module):
         if forget is None:
             by_head = write.reshape(x.shape[0], -1, 2, self.group)
             write, forget = (by_head[:, :, kind].reshape(x.shape[0], -1) for kind in range(2))
-        speed = jnp.exp(self.a_log[...])[:, None]
-        rates = (forget + self.dt_bias[...]).reshape(x.shape[0], speed.shape[0], -1)
-        return -speed * jax.nn.softplus(rates), jax.nn.sigmoid(write)
+
+        def rates(write: jax.Array, forget: jax.Array) -> tuple[jax.Array, jax.Array]:
+            speed = jnp.exp(self.a_log[...])[:, None]
+            by_head = (forget + self.dt_bias[...]).reshape(len(write), len(speed), -1)
+            return -speed * jax.nn.softplus(by_head), jax.nn.sigmoid(write)
+
+        found: tuple[jax.Array, jax.Array] = row_wise(rates, write, forget)
+        return found
