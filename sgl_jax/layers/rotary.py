@@ -31,9 +31,8 @@ def rotation(
     The first of `num_pairs` pairs of dimensions have frequencies; the rest stay unchanged.
     """
     num_still = 0 if num_pairs is None else num_pairs - len(frequencies)
-    places = positions.astype(jnp.float32)[:, None]
-    if places.ndim == 2:
-        places = places[..., None]
+    places = positions.astype(jnp.float32)
+    places = places[:, None, None] if places.ndim == 1 else places[:, None]
     angles = places * np.pad(frequencies, (0, num_still))
     factors = np.append(np.full(len(frequencies), factor), np.ones(num_still)).astype(np.float32)
     turned = jnp.cos(angles) * factors, jnp.sin(angles) * factors
