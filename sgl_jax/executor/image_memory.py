@@ -83,7 +83,7 @@ class ImageMemory(NamedTuple):
         states, those kept for further vectors, the inner width, and blocks of scores."""
         vision = self.vision
         num_patches = self.shapes[0] * vision.patches_per_token
-        of_patch = vision.hidden_size * (6 + len(vision.deepstack)) + vision.intermediate_size
+        of_patch = vision.hidden_size * (8 + len(vision.deepstack)) + vision.intermediate_size
         table = self.num_slots // self.tp_size * vision.row_width
         return self.dtype.itemsize * (table + num_patches * of_patch) + 3 * SCORE_BYTES
 

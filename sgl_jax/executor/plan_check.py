@@ -33,7 +33,8 @@ def check_plan(plan: StepPlan, sizes: EngineSizes) -> None:
         raise ValueError(f"the plan has {len(plan.ranks)} ranks, the engine {sizes.dp_size}")
     for index, rank in enumerate(plan.ranks):
         problem = _admission_problem(rank.admissions, sizes) if rank.admissions else None
-        problem = problem or _encoding_problem(rank.encodings, sizes)
+        if rank.encodings and not problem:
+            problem = _encoding_problem(rank.encodings, sizes)
         if len(rank.rows) and not problem:
             problem = _row_problem(rank, sizes)
         if problem:

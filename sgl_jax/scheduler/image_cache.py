@@ -37,6 +37,7 @@ class ImageCache:
             start. Decoding requests wait for them.
 
     Attributes:
+        unsent: the images to compute before the next step.
         num_encoded: images computed.
         num_hits: images of admitted requests that were in the table.
     """
@@ -47,14 +48,14 @@ class ImageCache:
         self._free: Int32Array = np.arange(num_slots, dtype=np.int32)
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
         self._pinned: dict[int, tuple[int, list[_Entry]]] = {}  # by row, and where its images end
-        self._unsent: list[ImageEncoding] = []
+        self.unsent: list[ImageEncoding] = []
         self.num_encoded = self.num_hits = 0
 
     def has_room(self, images: Sequence[ImageInput], tokens: Int32Array, start: int) -> bool:
         """Return whether a request may start that computes its `tokens` from `start` on."""
         own = {_key(image, tokens): image.num_tokens for image in images if _end(image) > start}
         num_new = sum(size for key, size in own.items() if key not in self._entries)
-        num_unsent = sum(len(each.slots) for each in self._unsent)
+        num_unsent = sum(len(each.slots) for each in self.unsent)
         if num_new and num_unsent and num_unsent + num_new > self._most_new:
             return False
         own_keys = set(own)
@@ -103,9 +104,9 @@ class ImageCache:
             self.unpin(row)
 
     def take_encodings(self) -> tuple[ImageEncoding, ...]:
-        """Return the images to compute before the next step, once."""
-        taken = tuple(self._unsent)
-        self._unsent.clear()
+        """Return the images to compute before the next step; none is left."""
+        taken = tuple(self.unsent)
+        self.unsent.clear()
         return taken
 
     def forget(self) -> None:
@@ -141,7 +142,7 @@ class ImageCache:
         slots, self._free = self._free[:num], self._free[num:]
         entry = _Entry(_key(image, tokens), slots)
         self._entries[entry.key] = entry
-        self._unsent.append(ImageEncoding(image.height, image.width, image.pixels, slots))
+        self.unsent.append(ImageEncoding(image.height, image.width, image.pixels, slots))
         self.num_encoded += 1
         return entry
 

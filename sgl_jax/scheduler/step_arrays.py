@@ -152,8 +152,8 @@ def _rank_plan(
     plan = RankPlan(
         own_rows, kv_starts, q_lens, samples, num_pages, num_decode, relayed, admissions
     )
-    if encodings := builder.rank.images.take_encodings():
-        plan = plan._replace(encodings=encodings)
+    if builder.rank.images.unsent:
+        plan = plan._replace(encodings=builder.rank.images.take_encodings())
     if num_scored > 0 or top_logprobs_num >= 0:
         plan = plan._replace(
             num_scored=rows["num_scored"] if num_scored else None,

@@ -212,6 +212,8 @@ class OracleExecutor(FakeExecutor):
 
     def _as_read(self, rank: int, tokens: Int32Array) -> Int32Array:
         """Tokens with those of images as their rows of the table say now."""
+        if not self.sizes.image_slots:
+            return tokens
         slots = tokens - self.sizes.vocab_size
         is_image = (slots >= 0) & (slots < self.sizes.image_slots)
         return np.where(is_image, self._images[rank][np.where(is_image, slots, 0)], tokens)

@@ -246,10 +246,8 @@ class Admission:
                 return False
         best = None
         for room in _allowed(rooms, request):
-            if not self._has_images(room, request):
-                continue
             found = room.preemption(request, threshold)
-            if found is not None:
+            if found is not None and self._has_images(room, request):
                 cost = found.num_lost - options.num_present(room.dp_rank)
                 if best is None or cost < best[0]:
                     best = cost, room, found
