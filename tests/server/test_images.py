@@ -315,7 +315,7 @@ async def answer_images(reader: asyncio.StreamReader, writer: asyncio.StreamWrit
         b"/long": b"HTTP/1.1 200 OK\r\n\r\n" + bytes(20_000),
         b"/text": b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi",
         b"/noise": b"220 mail.example.com\r\n",
-        b"/cut": b"HTTP/1.1 200 OK\r\n" + length + RED[:-20],
+        b"/cut": b"HTTP/1.1 200 OK\r\n" + length + RED[:-40],
     }
     if head != b"/slow":
         writer.write(answers.get(head, b"HTTP/1.1 404 No\r\nContent-Length: 0\r\n\r\n"))
@@ -329,7 +329,7 @@ async def test_urls_are_fetched_from_listed_domains_only(folder: Path) -> None:
     web = await asyncio.start_server(answer_images, "127.0.0.1", 0)
     port = web.sockets[0].getsockname()[1]
     domains = f"example.com, localhost:{port}"
-    limits = {"max_image_bytes": 10_000, "image_timeout_s": 0.5}
+    limits = {"max_image_bytes": 10_000, "image_timeout_s": 3.0}
     async with web, seeing_server(folder, allowed_media_domains=domains, limits=limits) as rig:
         base = f"http://localhost:{port}"
         for path in ("/red.png?a= b", "/chunks"):
