@@ -11,6 +11,7 @@ from sgl_jax.core.page_tables import PageTables
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.step_plan import IntpArray, RankPlan, RowIndex, StepPlan
 from sgl_jax.mem_cache.errors import LeaseError
+from sgl_jax.mem_cache.release import release_kv_cache
 from sgl_jax.mem_cache.row_growth import commit_rows, grow_rows
 from sgl_jax.scheduler.events import PlanStep
 from sgl_jax.scheduler.ranks import Ranks
@@ -90,6 +91,8 @@ def test_what_a_rank_writes_stands_in_its_part_of_the_joint_columns() -> None:
 def test_ranks_grow_alone_where_another_is_short() -> None:
     """Rank 1 has too few pages for its two rows, and keeps what it has; 0 and 2 grow."""
     ranks = make_ranks(3)
+    reversing = ranks.ranks[2].memory.allocator  # the order of its free pages
+    reversing.free(reversing.alloc(19, owner=1), owner=1)
     own_rows = []
     for rank in ranks.ranks:
         leases = [rank.memory.open_lease(np.zeros(0, np.int32)) for _ in range(2)]
@@ -111,6 +114,22 @@ def test_ranks_grow_alone_where_another_is_short() -> None:
         for row in rows:
             listed = rank.memory.leases[row].pages(PAGE_SIZE)[0]
             assert (rank.memory.allocator.owners()[listed] == row).all()
+        assert not len(rank.memory.allocator.misplaced_pages())
+
+
+def test_a_short_rank_evicts_while_all_ranks_grow() -> None:
+    ranks = make_ranks(2)
+    memory, tokens = ranks.ranks[1].memory, np.arange(72, dtype=np.int32)
+    lease = memory.open_lease(tokens)
+    assert memory.grow_row(lease.row, len(tokens))
+    memory.commit_rows(np.array([lease.row]), np.array([len(tokens)], np.int32))
+    release_kv_cache(memory, lease, tokens, insert=True)
+    assert (memory.allocator.num_free, memory.allocator.num_tree) == (1, 18)
+    rows = [rank.memory.open_lease(np.zeros(0, np.int32)).row for rank in ranks.ranks]
+    joint, bounds = joined([[row] for row in rows])
+    lens = np.array([12, 12], np.int32)
+    assert grow_rows(ranks.tables, ranks.memories, joint, lens, bounds).tolist() == [True, True]
+    assert memory.allocator.num_leased == 3
 
 
 def test_committing_beyond_the_slots_names_rank_and_row() -> None:
