@@ -188,8 +188,10 @@ def test_miles_pauses_without_an_abort(calls: Calls, policies: list[str], mode: 
     def update(path: str, version: str) -> None:
         calls.post("/pause_generation", {"mode": mode})
         calls.until_ok("/flush_cache")
+        calls.post("/begin_weight_update", {})
         body = {"model_path": path, "load_format": "auto", "weight_version": version}
         calls.post("/update_weights_from_disk", body)
+        assert calls.post("/end_weight_update", {}).json()["success"]
         calls.post("/continue_generation", {})
         assert calls.get("/model_info").json()["weight_version"] == version
 

@@ -12,7 +12,7 @@ from sgl_jax.server.admin.openapi import answers
 from sgl_jax.server.answer_stream import json_response
 from sgl_jax.server.engine_calls import call_engine, refused
 from sgl_jax.server.errors import ApiError
-from sgl_jax.server.guards.keys import WEIGHT_PATHS
+from sgl_jax.server.guards.keys import UPDATE_PATHS, WEIGHT_PATHS
 from sgl_jax.server.references import references_of
 
 router = APIRouter(tags=["management"])
@@ -72,3 +72,17 @@ async def refuse_group(request: Request) -> Response:
 
 for _path in WEIGHT_PATHS[1:]:
     router.add_api_route(_path, refuse_group, methods=["POST"], responses=answers())
+
+
+async def note_update(request: Request) -> Response:
+    """Acknowledge that an update begins or ends.
+
+    Nothing waits for it: an update begins with its first tensor, and its weights are served once
+    they are complete and were validated.
+    """
+    del request
+    return json_response(WeightsUpdated(True, "weights are served once they are complete", 0))
+
+
+for _path in UPDATE_PATHS:
+    router.add_api_route(_path, note_update, methods=["POST"], responses=answers(WeightsUpdated))

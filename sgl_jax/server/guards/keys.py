@@ -25,6 +25,7 @@ from sgl_jax.server.references import references_of
 # Routes that show the requests, sessions and prefixes of all clients.
 _VIEW_PATHS = frozenset({"/memory/hello", "/memory/events", "/memory/find", "/memory/page"})
 # Routes of trainers that no record of a call has (`admin.weight_routes`).
+UPDATE_PATHS = "/begin_weight_update", "/end_weight_update"
 WEIGHT_PATHS = (
     "/update_weights_from_tensor",
     "/init_weights_update_group",
@@ -39,6 +40,7 @@ ADMIN_PATHS = frozenset(
         "/server_info",
         *_VIEW_PATHS,
         *WEIGHT_PATHS,
+        *UPDATE_PATHS,
         *(call.route for call in CALL_OF.values() if call.is_admin and call.route),
     }
 )

@@ -425,6 +425,13 @@ async def test_tensors_come_in_a_body_and_their_settings_in_the_url(rig: Rig) ->
         assert why in answer.text
 
 
+async def test_the_begin_and_the_end_of_an_update_are_acknowledged(rig: Rig) -> None:
+    num_seen = len(rig.engine.seen)
+    for path in ("/begin_weight_update", "/end_weight_update"):
+        assert (await rig.http.post(path, json={})).json()["success"]
+    assert len(rig.engine.seen) == num_seen  # steps go on meanwhile
+
+
 async def test_settings_that_were_changed_are_told(rig: Rig) -> None:
     body = {"server_args": {"schedule_policy": "fcfs", "request_timeout": 5}}
     changed = await rig.http.post("/set_internal_state", json=body)
