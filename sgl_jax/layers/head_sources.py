@@ -163,7 +163,10 @@ class FusedHeads(Source):
         first, stop = columns.start // width, columns.stop // width
         sizes = [part.stop - part.start for part in inputs]
         group, num_parts = heads.group, heads.num_kv_parts
-        fused = np.empty((stop - first, group + num_parts, heads.head_dim, *sizes), out.dtype)
+        # A view of out, [KV heads, parts, head_dim, ...].
+        by_head = out.view().reshape(*sizes, stop - first, group + num_parts, heads.head_dim)
+        fused = np.moveaxis(by_head, (-3, -2, -1), (0, 1, 2))
+        assert np.shares_memory(fused, out)
 
         keys, starts = self._keys(prefix), np.cumsum([0, *self._rows]).tolist()
 
@@ -181,11 +184,12 @@ class FusedHeads(Source):
         first_stored = first // copies
         for part in range(1, 1 + num_parts):
             stored = read(part, first_stored, (stop - 1) // copies + 1)
-            fused[:, group + part - 1] = stored[np.arange(first, stop) // copies - first_stored]
+            if copies > 1:
+                stored = stored[np.arange(first, stop) // copies - first_stored]
+            fused[:, group + part - 1] = stored
         if heads.order != tuple(range(heads.head_dim)):
             assert num_parts == 2, "values are not in another order"
             fused[:, :-1] = fused[:, :-1, list(heads.order)]
-        out[...] = np.moveaxis(fused.reshape(-1, *sizes), 0, -1)
 
     def fit(self, plain: jax.Array) -> jax.Array:
         """Copy KV heads; each copy has a part of the group of query heads."""
