@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.shares import shared_chunk_tokens
-from sgl_jax.kernels.row_blocks import BLOCK_ROWS, LEAST_BLOCKS
+from sgl_jax.kernels.row_blocks import BLOCK_ROWS
 
 # Every shape costs two seconds of compilation on a CPU. Few shapes suffice, because the scheduler
 # plans steps that fill a shape where it can.
@@ -111,10 +111,9 @@ def choose_buckets(args: ServerArgs, platform: str) -> Buckets:
     for most in exact:
         shapes.append(Bucket(most, most))
     if args.enable_deterministic_inference:
-        # Sums over a row's numbers, too, have another order in arrays of only a few rows.
-        rows, tokens = max(limits.rows, BLOCK_ROWS), LEAST_BLOCKS * BLOCK_ROWS
-        capped = {Bucket(rows, max(rows, tokens, shape.tokens)) for shape in shapes}
-    else:
-        capped = {Bucket(min(shape.rows, limits.rows), shape.tokens) for shape in shapes}
+        # Whole blocks of rows, which are the least that a layer computes.
+        limits = limits._replace(rows=max(limits.rows, BLOCK_ROWS))
+        shapes = [Bucket(*(max(size, BLOCK_ROWS) for size in shape)) for shape in shapes]
+    capped = {Bucket(min(shape.rows, limits.rows), shape.tokens) for shape in shapes}
     in_order = sorted(capped, key=lambda shape: (shape.tokens, shape.rows))
     return limits._replace(all=tuple(in_order))

@@ -68,11 +68,6 @@ def _has_indexer(model: ModelConfig) -> bool:
 
 def _check_invariant(args: ServerArgs, model: ModelConfig) -> None:
     """Raise ValueError for what `--enable-deterministic-inference` does not cover."""
-    if model.recurrence is not None:
-        raise ValueError(
-            "--enable-deterministic-inference needs a model without recurrent layers: their states "
-            "depend on how a prompt is cut"
-        )
     if _has_indexer(model):
         raise ValueError(
             "--enable-deterministic-inference needs a model without an indexer: of almost equal "

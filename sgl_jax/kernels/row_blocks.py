@@ -8,6 +8,7 @@ traced within `invariant_rows` compute all sums over a token's numbers in such b
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,7 +17,9 @@ from jax import lax
 from jax.typing import DTypeLike
 
 BLOCK_ROWS = 16
-# XLA removes a loop of one iteration, and may then compute its block together with other code.
+# XLA removes a loop of one iteration, or moves code that has the same inputs in all iterations out
+# of it, and may then compute a block together with other code. So the number of iterations is
+# hidden from it, and blocks are parts of arrays of at least two.
 LEAST_BLOCKS = 2
 
 _is_active: ContextVar[bool] = ContextVar("invariant_rows", default=False)
@@ -40,21 +43,26 @@ def row_wise(function: Callable[..., Any], *arrays: jax.Array) -> Any:
     if not _is_active.get():
         return function(*arrays)
     num_rows = len(arrays[0])
-    num_blocks = max(LEAST_BLOCKS, -(-num_rows // BLOCK_ROWS))
-    padding = num_blocks * BLOCK_ROWS - num_rows
+    num_blocks = -(-num_rows // BLOCK_ROWS)
+    more = max(LEAST_BLOCKS, num_blocks) * BLOCK_ROWS - num_rows
+    padded = [jnp.pad(x, ((0, more), *((0, 0) for _ in x.shape[1:]))) for x in arrays]
 
-    def to_blocks(x: jax.Array) -> jax.Array:
-        padded = jnp.pad(x, ((0, padding), *((0, 0) for _ in x.shape[1:])))
-        return padded.reshape(num_blocks, BLOCK_ROWS, *x.shape[1:])
-
-    def of_block(block: tuple[jax.Array, ...]) -> Any:
+    def of_block(number: jax.Array) -> Any:
+        block = [lax.dynamic_slice_in_dim(x, number * BLOCK_ROWS, BLOCK_ROWS) for x in padded]
         with invariant_rows(active=False):
             return function(*block)
 
-    def to_rows(x: jax.Array) -> jax.Array:
-        return x.reshape(-1, *x.shape[2:])[:num_rows]
+    def write(number: jax.Array, out: Any) -> Any:
+        start = number * BLOCK_ROWS
+        put = partial(lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
+        return jax.tree.map(put, out, of_block(number))
 
-    return jax.tree.map(to_rows, lax.map(of_block, tuple(map(to_blocks, arrays))))
+    def to_fill(block: jax.ShapeDtypeStruct) -> jax.Array:
+        return jnp.zeros((num_rows + more, *block.shape[1:]), block.dtype)
+
+    out = jax.tree.map(to_fill, jax.eval_shape(of_block, jnp.int32(0)))
+    count = lax.optimization_barrier(jnp.int32(num_blocks))
+    return jax.tree.map(lambda x: x[:num_rows], lax.fori_loop(0, count, write, out))
 
 
 def matmul(

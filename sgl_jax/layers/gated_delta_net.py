@@ -12,6 +12,7 @@ from jax import lax
 
 from sgl_jax.kernels.gated_delta.api import CausalConv, GatedDelta
 from sgl_jax.kernels.gated_delta.batch import DeltaInputs, StateBatch
+from sgl_jax.kernels.row_blocks import row_wise
 from sgl_jax.layers.layer_weights import use_weight
 from sgl_jax.layers.linear import Linear
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS
@@ -107,5 +108,10 @@ class GatedDeltaNet(nnx.Module):
         gates = lax.optimization_barrier(self.gates(x)).astype(jnp.float32)
         by_head = gates.reshape(x.shape[0], -1, 2, self.group)
         write, forget = (by_head[:, :, kind].reshape(x.shape[0], -1) for kind in range(2))
-        speed = jnp.exp(self.a_log[...])
-        return -speed * jax.nn.softplus(forget + self.dt_bias[...]), jax.nn.sigmoid(write)
+
+        def rates(write: jax.Array, forget: jax.Array) -> tuple[jax.Array, jax.Array]:
+            speed = jnp.exp(self.a_log[...])
+            return -speed * jax.nn.softplus(forget + self.dt_bias[...]), jax.nn.sigmoid(write)
+
+        found: tuple[jax.Array, jax.Array] = row_wise(rates, write, forget)
+        return found

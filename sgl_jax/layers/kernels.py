@@ -15,6 +15,7 @@ from sgl_jax.kernels.attention.api import RaggedPagedAttention
 from sgl_jax.kernels.expert_dispatch.interface import XLA_MOVES, DispatchKernels
 from sgl_jax.kernels.gated_delta import xla as xla_gated_delta
 from sgl_jax.kernels.gated_delta.api import CausalConv, GatedDelta
+from sgl_jax.kernels.gated_delta.by_token import gated_delta_by_token
 from sgl_jax.kernels.grouped_matmul.interface import (
     GroupedMatmul,
     blocked_grouped_matmul,
@@ -65,6 +66,7 @@ def invariant_kernels(platform: str) -> Kernels:
         attend=partial(xla_attention.ragged_paged_attention, attend=attend),
         attend_latents=partial(xla_latent_attention.latent_attention, attend=attend),
         multiply_groups=blocked_grouped_matmul,
+        gated_delta=gated_delta_by_token,
     )
 
 

@@ -81,7 +81,7 @@ def check(model: Path, **settings: Any) -> None:
         assert answers(engine, [*others, first], **sampled)[-1:] == drawn
 
 
-FAMILIES = "gemma3", "gpt_oss", "deepseek_v3", "llama", "olmo3"
+FAMILIES = "gemma3", "gpt_oss", "deepseek_v3", "llama", "olmo3", "qwen3_next", "qwen3_5_moe"
 VARIANTS: tuple[dict[str, Any], ...] = (
     {"tp_size": 2},
     {"dp_size": 2},
@@ -102,7 +102,7 @@ def test_so_it_is_with_other_settings(settings: dict[str, Any]) -> None:
     check(GOLDEN / "qwen3", **settings)
 
 
-@pytest.mark.parametrize("name", long("demo"))
+@pytest.mark.parametrize("name", long("demo", "demo_hybrid"))
 def test_so_it_is_for_larger_models(name: str) -> None:
     check(MODELS / name)
 
@@ -118,8 +118,3 @@ def test_so_it_is_for_larger_models(name: str) -> None:
 def test_settings_that_it_does_not_cover_are_refused(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         make_engine(GOLDEN / "qwen3_moe", **settings)
-
-
-def test_recurrent_models_are_refused() -> None:
-    with pytest.raises(ValueError, match="needs a model without recurrent layers"):
-        make_engine(GOLDEN / "qwen3_next")

@@ -7,7 +7,7 @@ import pytest
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.executor.buckets import Bucket, Buckets, choose_buckets
 from sgl_jax.executor.device_defaults import resolve_for_device
-from sgl_jax.kernels.row_blocks import BLOCK_ROWS, LEAST_BLOCKS
+from sgl_jax.kernels.row_blocks import BLOCK_ROWS
 
 
 def buckets_for(rows: int, chunk: int, platform: str, drafts: int = 0) -> Buckets:
@@ -117,11 +117,11 @@ def test_two_shapes_serve_every_step_and_the_others_follow_by_what_they_save():
 
 
 @pytest.mark.parametrize("rows", [2, 40])
-def test_shapes_of_deterministic_inference_have_all_rows_and_whole_blocks(rows):
+def test_shapes_of_deterministic_inference_have_whole_blocks(rows):
     args = ServerArgs(
         max_running_requests=rows, chunked_prefill_size=100, enable_deterministic_inference=True
     )
     buckets = choose_buckets(args, "cpu")
-    assert {bucket.rows for bucket in buckets.all} == {max(rows, BLOCK_ROWS)}
-    assert min(bucket.tokens for bucket in buckets.all) >= LEAST_BLOCKS * BLOCK_ROWS
+    assert min(bucket.rows for bucket in buckets.all) >= BLOCK_ROWS
+    assert min(bucket.tokens for bucket in buckets.all) >= BLOCK_ROWS
     assert buckets.all[-1].tokens >= 100 + rows

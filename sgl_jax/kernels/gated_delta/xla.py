@@ -11,8 +11,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, DeltaInputs, StateBatch
+from sgl_jax.kernels.row_blocks import row_wise
 
 DECODE_ROWS = 8  # rows computed at once
+
+
+def scaled(tokens: DeltaInputs) -> DeltaInputs:
+    """Return tokens in float32 with q and k scaled."""
+    q, k, *others = (x.astype(jnp.float32) for x in tokens)
+    return DeltaInputs(_unit(q) * q.shape[-1] ** -0.5, _unit(k), *others)
 
 
 def _scaled(tokens: DeltaInputs, numbers: jax.Array, exists: jax.Array) -> DeltaInputs:
@@ -22,11 +29,10 @@ def _scaled(tokens: DeltaInputs, numbers: jax.Array, exists: jax.Array) -> Delta
     """
 
     def take(x: jax.Array) -> jax.Array:
-        some = x.at[numbers].get(mode="clip").astype(jnp.float32)
+        some = x.at[numbers].get(mode="clip")
         return jnp.where(exists.reshape(exists.shape + (1,) * (x.ndim - 1)), some, 0)
 
-    q, k, *others = map(take, tokens)
-    return DeltaInputs(_unit(q) * q.shape[-1] ** -0.5, _unit(k), *others)
+    return scaled(DeltaInputs(*map(take, tokens)))
 
 
 def _unit(x: jax.Array) -> jax.Array:
@@ -61,15 +67,15 @@ def _decode(
         # Positions come first. Terms without a state are computed for all positions at once.
         position = jnp.arange(most)[:, None]
         exists, numbers = position < lengths, starts + position
-        some = _Terms.of(_scaled(tokens, numbers, exists))
+        some = Terms.of(_scaled(tokens, numbers, exists))
         state = states[layer, slots_in].astype(jnp.float32)
 
         def next_position(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             outs, after, state = carry
-            own, state = _next_token(jax.tree.map(lambda x: x[i], some), state)
+            own, state = next_token(jax.tree.map(lambda x: x[i], some), state)
             return outs.at[i].set(own), after.at[i].set(state), state
 
-        first, state = _next_token(jax.tree.map(lambda x: x[0], some), state)
+        first, state = next_token(jax.tree.map(lambda x: x[0], some), state)
         outs, after = (
             jnp.zeros((most, *own.shape), own.dtype).at[0].set(own) for own in (first, state)
         )
@@ -79,12 +85,12 @@ def _decode(
         written = jnp.where(exists, numbers, out.shape[0])
         out = out.at[written].set(outs.astype(out.dtype), mode="drop")
         slots = jnp.where(exists, slots_out + position, -1)
-        return out, _write(states, layer, slots, after)
+        return out, write_states(states, layer, slots, after)
 
     return lax.fori_loop(0, -(-batch.num_decode // num_rows), block, (out, states))
 
 
-class _Terms(NamedTuple):
+class Terms(NamedTuple):
     """A token's part in a step of the recurrence, [..., value_heads, ...]."""
 
     q: jax.Array
@@ -95,13 +101,13 @@ class _Terms(NamedTuple):
     q_times_k: jax.Array
 
     @classmethod
-    def of(cls, tokens: DeltaInputs) -> "_Terms":
+    def of(cls, tokens: DeltaInputs) -> "Terms":
         q, k = (jnp.repeat(x, tokens.group, axis=-2) for x in (tokens.q, tokens.k))
         decay, beta = jnp.exp(tokens.log_decay)[..., None], tokens.beta[..., None]
         return cls(q, k, tokens.v, decay, beta, jnp.sum(k * q, axis=-1, keepdims=True))
 
 
-def _next_token(token: _Terms, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+def next_token(token: Terms, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return outputs [n, value_heads, dim] and states [n, value_heads, ...] after one token."""
     q, k, v, decay, beta, q_times_k = token
     # The old state is read once for both products: S^T q is the old state's part plus the change's.
@@ -112,7 +118,9 @@ def _next_token(token: _Terms, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     return old + change * q_times_k, decay[..., None] * state + k[..., None] * change[..., None, :]
 
 
-def _write(states: jax.Array, layer: jax.Array, slots: jax.Array, new: jax.Array) -> jax.Array:
+def write_states(
+    states: jax.Array, layer: jax.Array, slots: jax.Array, new: jax.Array
+) -> jax.Array:
     """Write `new` [..., a state's numbers] to the non-negative `slots` int32 [...]."""
     slots = jnp.where(slots < 0, states.shape[1], slots)
     new = new.reshape(*slots.shape, *states.shape[2:])
@@ -134,7 +142,7 @@ def _prefill(
         some, state = _next_chunk(_scaled(tokens, numbers, numbers < end), state)
         out = lax.dynamic_update_slice_in_dim(out, some.astype(out.dtype), first, axis=0)
         for slot in (batch.chunk_targets[c], batch.chunk_snapshots[c]):
-            states = _write(states, layer, slot, state)
+            states = write_states(states, layer, slot, state)
         return out, states, state
 
     state = jnp.zeros(states.shape[2:], jnp.float32)
@@ -215,19 +223,22 @@ def causal_conv(
         stored = old[batch.token_rows, jnp.clip(width - 1 - distance + in_row, 0, width - 2)]
         return jnp.where((in_row >= distance)[:, None], earlier, stored)
 
+    def convolved(window: jax.Array) -> jax.Array:
+        total = jnp.sum(window.astype(jnp.float32) * weight.astype(jnp.float32), axis=1)
+        return jax.nn.silu(total)
+
     window = jnp.stack([before(j) for j in range(width - 1, 0, -1)] + [u], axis=1)
-    total = jnp.sum(window.astype(jnp.float32) * weight.astype(jnp.float32), axis=1)
-    out = jnp.where(batch.valid[:, None], jax.nn.silu(total), 0).astype(u.dtype)
+    out = jnp.where(batch.valid[:, None], row_wise(convolved, window), 0).astype(u.dtype)
     after = window[:, 1:]
     decoded = batch.max_decode_tokens
     is_decode = batch.valid & (batch.token_rows < batch.num_decode)
     slots = jnp.where(is_decode, batch.slots_out[batch.token_rows] + in_row, -1)
-    states = _write(states, layer, slots[:decoded], after[:decoded])
+    states = write_states(states, layer, slots[:decoded], after[:decoded])
 
     def chunk(c: jax.Array, states: jax.Array) -> jax.Array:
         last = after[batch.chunk_starts[c + 1] - 1]
         for slot in (batch.chunk_targets[c], batch.chunk_snapshots[c]):
-            states = _write(states, layer, slot, last)
+            states = write_states(states, layer, slot, last)
         return states
 
     return out, lax.fori_loop(0, batch.num_chunks, chunk, states)

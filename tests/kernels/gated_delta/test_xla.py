@@ -12,6 +12,8 @@ from jax import lax
 
 from sgl_jax.kernels.gated_delta import xla
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, DeltaInputs, StateBatch
+from sgl_jax.kernels.gated_delta.by_token import gated_delta_by_token
+from sgl_jax.kernels.row_blocks import invariant_rows
 from tests.kernels.gated_delta.problems import (
     LAYER,
     Case,
@@ -33,24 +35,24 @@ TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 2e-2}
 
 
 @lru_cache
-def compiled(program):
+def compiled(program, recur):
     """Both calls of one layer: (out, states) of each."""
 
     @jax.jit
     def run(problem):
         batch = problem.make_batch(program)
         layer = jnp.int32(LAYER)
-        delta = xla.gated_delta(problem.tokens, problem.states, layer, batch)
+        delta = recur(problem.tokens, problem.states, layer, batch)
         return delta, xla.causal_conv(*problem.conv, layer, batch)
 
     return run
 
 
-def check(case):
+def check(case, recur=xla.gated_delta):
     problem, program = build(case), case.program
     used = num_tokens(problem)
     tolerance = TOLERANCE[program.dtype]
-    results = compiled(program)(problem)
+    results = compiled(program, recur)(problem)
     for got, want in zip(results, (expected_delta(problem), expected_conv(problem)), strict=True):
         (out, states), (want_out, want_states) = got, want
         assert out.dtype == program.dtype
@@ -87,13 +89,16 @@ STEPS = {
 }
 
 
+@pytest.mark.parametrize("recur", [xla.gated_delta, gated_delta_by_token])
 @pytest.mark.parametrize("name", STEPS)
-def test_a_step(name):
+def test_a_step(name, recur):
     case = Case(PROGRAMS[1], *STEPS[name], seed=1, same_keys="same" in name)
-    check(case)
+    check(case, recur)
 
 
-def run_row(problem, program, first, end, kv_start, slots, snapshots=()):
+def run_row(
+    problem, program, first, end, kv_start, slots, snapshots=(), *, recur=xla.gated_delta, decodes=0
+):
     """Tokens [first, end) of the problem as a row's; read and write such slots."""
     arrays = [np.zeros_like(x) for x in problem[:5]]
     for array, source in zip(arrays, problem[:5], strict=True):
@@ -103,9 +108,9 @@ def run_row(problem, program, first, end, kv_start, slots, snapshots=()):
         kept[i] = 0, length, slot
     row = (np.array([x], np.int32) for x in (*slots,))
     lengths = (np.array([x], np.int32) for x in (kv_start, end - first))
-    batch = StateBatch.build(*row, jnp.asarray(kept), *lengths, jnp.int32(0), program.tokens)
+    batch = StateBatch.build(*row, jnp.asarray(kept), *lengths, jnp.int32(decodes), program.tokens)
     inputs = DeltaInputs(*arrays)
-    return jax.jit(xla.gated_delta)(inputs, problem.states, jnp.int32(LAYER), batch)
+    return jax.jit(recur)(inputs, problem.states, jnp.int32(LAYER), batch)
 
 
 @pytest.mark.parametrize("cut", [1, 63, 64, 100, 192])
@@ -118,6 +123,24 @@ def test_a_snapshot_is_the_state_of_a_run_that_stops_there(cut):
     np.testing.assert_allclose(resumed[LAYER, 10], going_on[LAYER, 8], rtol=0, atol=1e-5)
     both = np.concatenate([some[:cut], rest[: 200 - cut]])
     np.testing.assert_allclose(both, out[:200], rtol=0, atol=1e-5)
+
+
+def test_token_by_token_a_state_does_not_depend_on_how_a_prompt_is_cut():
+    program = BFLOAT16._replace(max_drafts=0)
+    problem = build(Case(program, [], [(0, 100)], [], seed=2))
+    recur = gated_delta_by_token
+    with invariant_rows():
+        out, whole = run_row(problem, program, 0, 100, 0, (0, 8), [(70, 9)], recur=recur)
+        some, states = run_row(problem, program, 0, 70, 0, (0, 10), recur=recur)
+        assert (states[LAYER, 10] == whole[LAYER, 9]).all()
+        assert (some[:70] == out[:70]).all()
+        for token in range(70, 100):
+            given, slots = problem._replace(states=states), (10, 10)
+            own, states = run_row(
+                given, program, token, token + 1, token, slots, recur=recur, decodes=1
+            )
+            assert (own[0] == out[token]).all()
+    assert (states[LAYER, 10] == whole[LAYER, 8]).all()
 
 
 LARGE = Program(key_heads=4, key_dim=128, value_dim=128, rows=8, tokens=128, max_snapshots=8)

@@ -1,0 +1,77 @@
+"""The gated delta rule token after token in XLA, if results must not depend on the batch.
+
+A chunk's system of equations and one token's change of the state round differently. So tokens of
+prompts, too, are computed as decode rows are, and a row's result does not depend on how its prompt
+is cut. See `kernels.row_blocks` for other layers.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sgl_jax.kernels.gated_delta.batch import NO_SLOT, DeltaInputs, StateBatch
+from sgl_jax.kernels.gated_delta.xla import Terms, next_token, scaled, write_states
+from sgl_jax.kernels.row_blocks import row_wise
+
+_ROWS = 8  # rows computed at once
+
+
+def gated_delta_by_token(
+    tokens: DeltaInputs, states: jax.Array, layer: jax.Array, batch: StateBatch
+) -> tuple[jax.Array, jax.Array]:
+    """Implement `api.GatedDelta`; padding tokens' outputs are zeros."""
+
+    def terms_of(*own: jax.Array) -> Terms:
+        return Terms.of(scaled(DeltaInputs(*own)))
+
+    terms: Terms = row_wise(terms_of, *tokens)
+    num_tokens = len(tokens.v)
+    snapshots = _snapshots(batch, num_tokens)
+
+    def block(number: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        rows = number * _ROWS + jnp.arange(_ROWS)
+        starts = batch.q_offsets.at[rows].get(mode="clip")
+        lengths = batch.q_offsets.at[rows + 1].get(mode="clip") - starts
+        slots_in = batch.slots_in.at[rows].get(mode="clip")
+        slots_out = batch.slots_out.at[rows].get(mode="clip")
+        is_decode = rows < batch.num_decode
+
+        def position(
+            i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
+        ) -> tuple[jax.Array, jax.Array, jax.Array]:
+            out, states, state = carry
+            exists, token = i < lengths, starts + i
+            own = jax.tree.map(lambda x: x.at[token].get(mode="clip"), terms)
+            found, after = next_token(own, state)
+            # Stored states are rounded, so that a state is the same whether it was stored or not.
+            state = jnp.where(exists[:, None, None, None], after, state)
+            state = state.astype(states.dtype).astype(jnp.float32)
+            written = jnp.where(exists, token, num_tokens)
+            out = out.at[written].set(found.astype(out.dtype), mode="drop")
+            is_last = (i == lengths - 1) & (rows < batch.num_rows)
+            slot = jnp.where(is_decode, slots_out + i, jnp.where(is_last, slots_out, NO_SLOT))
+            slot = jnp.where(exists, slot, NO_SLOT)
+            kept = jnp.where(exists, snapshots.at[token].get(mode="clip"), NO_SLOT)
+            for slots in (slot, kept):
+                states = lax.cond(
+                    jnp.any(slots >= 0),
+                    lambda states, slots: write_states(states, layer, slots, state),
+                    lambda states, _: states,
+                    *(states, slots),
+                )
+            return out, states, state
+
+        out, states = carry
+        state = states[layer, slots_in].astype(jnp.float32)
+        return lax.fori_loop(0, jnp.max(lengths), position, (out, states, state))[:2]
+
+    out = jnp.zeros(tokens.v.shape, tokens.v.dtype)
+    return lax.fori_loop(0, -(-batch.num_rows // _ROWS), block, (out, states))
+
+
+def _snapshots(batch: StateBatch, num_tokens: int) -> jax.Array:
+    """Return the slot to which the state after each token is copied, or NO_SLOT: int32 [T]."""
+    is_kept = batch.chunk_snapshots >= 0
+    last = jnp.where(is_kept, batch.chunk_starts[1:] - 1, num_tokens)
+    nothing = jnp.full((num_tokens,), NO_SLOT, jnp.int32)
+    return nothing.at[last].set(batch.chunk_snapshots, mode="drop")
