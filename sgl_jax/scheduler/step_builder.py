@@ -43,11 +43,9 @@ class StepBuilder:
     Args:
         rank: its memory provides the step's pages.
         sizes: the sizes of the engine.
-        decode_rows: the rank's part of `Runnable.decoding`.
-        needs: of the rank's other rows that need tokens.
+        decode_rows, needs, has_slots: the rank's part of `Runnable`.
         chunk_tokens: prompt tokens that the step may hold, at most `sizes.max_chunk_tokens`.
         tenants: the tenants of the requests.
-        has_slots: whether every decode row has a slot.
     """
 
     # First values. Most ranks only decode in most steps, and then nothing else is set.
