@@ -17,7 +17,7 @@ from fastapi import Request, Response
 from sgl_jax.core.engine_messages import FinishReason
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.grammar import opened
-from sgl_jax.core.messages import GenerateRequest, SessionTurn
+from sgl_jax.core.messages import SessionTurn
 from sgl_jax.engine.front.request_stream import Chunk, RequestStream
 from sgl_jax.server.agent_hints import call_token_ids
 from sgl_jax.server.answer_stream import AnswerFormat, StreamGroup, named_event, respond
@@ -49,21 +49,6 @@ async def answer_chat(
     grammar = _call_grammar(refs, chat)
     if grammar:
         names = {**names, "ebnf": "tools"}
-    requests = await _requests_of(request, chat, grammar, names)
-    marks = parser.marks(has_tools=bool(chat.shown_tools), has_reasoning=chat.separate_reasoning)
-    kept = frozenset(refs.frontend.tokenizer.special_ids_of(marks).values())
-    group = StreamGroup(request, requests, streaming=chat.stream, names=names, kept_tokens=kept)
-    return await respond(group, answer_format)
-
-
-async def _requests_of(
-    request: Request,
-    chat: ChatRequest,
-    grammar: Mapping[str, str | None],
-    names: Mapping[str, str],
-) -> list[GenerateRequest]:
-    """Return the engine's request of each choice. `grammar` is that of `_call_grammar`."""
-    refs = references_of(request)
     with client_names(names):
         prompt = await encode_chat(request, chat)
         samplings = [
@@ -71,10 +56,10 @@ async def _requests_of(
             for choice in range(chat.num_choices)
         ]
     if samplings[0].grammar is not None:
-        reasoning = refs.answer_parser.reasoning_after(_prompt_tail(refs, prompt.input_ids))
+        reasoning = parser.reasoning_after(_prompt_tail(refs, prompt.input_ids))
         samplings = [msgspec.structs.replace(each, reasoning=reasoning) for each in samplings]
     turn = None if chat.session_id is None else SessionTurn(id=chat.session_id, is_whole=True)
-    return await prompt_requests(
+    requests = await prompt_requests(
         request,
         chat,
         [prompt.input_ids],
@@ -86,6 +71,11 @@ async def _requests_of(
         return_logprob=bool(chat.logprobs),
         top_logprobs_num=chat.top_logprobs or 0,
     )
+    del prompt  # its images are long, and the group drops the requests once they are sent
+    marks = parser.marks(has_tools=bool(chat.shown_tools), has_reasoning=chat.separate_reasoning)
+    kept = frozenset(refs.frontend.tokenizer.special_ids_of(marks).values())
+    group = StreamGroup(request, requests, streaming=chat.stream, names=names, kept_tokens=kept)
+    return await respond(group, answer_format)
 
 
 def check_chat(request: Request, chat: ChatRequest) -> References:
