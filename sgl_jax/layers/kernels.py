@@ -24,6 +24,8 @@ from sgl_jax.kernels.latent_attention import xla as xla_latent_attention
 from sgl_jax.kernels.latent_attention.interface import PagedLatentAttention
 from sgl_jax.kernels.quantized_matmul.numbers import QuantizedMatmul
 from sgl_jax.kernels.quantized_matmul.xla import cpu_quantized_matmul, xla_quantized_matmul
+from sgl_jax.kernels.state_space import xla as xla_state_space
+from sgl_jax.kernels.state_space.api import StateSpace
 from sgl_jax.layers.qkv_heads import QKVHeads, pallas_qkv_heads, xla_qkv_heads
 
 
@@ -38,6 +40,7 @@ class Kernels(NamedTuple):
     expert_dispatch: DispatchKernels = XLA_MOVES
     gated_delta: GatedDelta = xla_gated_delta.gated_delta
     causal_conv: CausalConv = xla_gated_delta.causal_conv
+    state_space: StateSpace = xla_state_space.state_space
 
 
 _DISPATCH = "expert_dispatch"
@@ -87,6 +90,7 @@ def kernels_of(platform: str, backend: str) -> Kernels:
     from sgl_jax.kernels.latent_attention import tpu as latent_attention
     from sgl_jax.kernels.pallas_tpu import simulated
     from sgl_jax.kernels.quantized_matmul.tpu import tpu_quantized_matmul
+    from sgl_jax.kernels.state_space import tpu as state_space
 
     kernels = Kernels(
         attention.ragged_paged_attention,
@@ -103,6 +107,7 @@ def kernels_of(platform: str, backend: str) -> Kernels:
         ),
         gated_delta.gated_delta,
         gated_delta.causal_conv,
+        state_space.state_space,
     )
     interpreted: Kernels = jax.tree.map(simulated, kernels)
     return kernels if platform == "tpu" else interpreted

@@ -37,7 +37,7 @@ from sgl_jax.layers.sampling.split_logits import SplitLogits
 from sgl_jax.layers.sources import Padded, Source, Tensor, row_size
 from sgl_jax.mem_cache.device_pool import LayerStates
 from sgl_jax.models.config import LayerSpec, ModelConfig
-from sgl_jax.models.decoder_layer import DecoderLayer
+from sgl_jax.models.decoder_layer import DecoderLayer, scaled
 from sgl_jax.models.drafter import Drafter
 from sgl_jax.models.expert_placement import ExpertPlacement
 from sgl_jax.models.layer_reads import layer_reads, rotation_of
@@ -124,6 +124,8 @@ class Architecture(NamedTuple):
     scales_embedding: bool = False  # by the square root of the hidden size
     body: str = "model."  # prefix of all tensors except the head's
     head: str = "lm_head"
+    embeddings: str = "embed_tokens"
+    last_norm: str = "norm"
     spare_prefixes: tuple[str, ...] = ()  # prefixes of tensors that no parameter needs
     has_further_layers: bool = False  # the checkpoint's layers after the last are not read
     # Prefixes, in a layer that reads another layer's cache, of tensors that it does not need.
@@ -134,7 +136,7 @@ class Architecture(NamedTuple):
 
     @property
     def embeddings_tensor(self) -> str:
-        return f"{self.body}embed_tokens.weight"
+        return f"{self.body}{self.embeddings}.weight"
 
     @property
     def head_tensor(self) -> str:
@@ -183,7 +185,7 @@ class CausalLM(nnx.Module):
         head = Tensor(architecture.head_tensor, (hidden, vocab), transposed=True)
         self.embedding = Embedding(table, vocab, hidden, dtype, is_head=tied)
         self.per_layer = architecture.declare_per_layer_embedding(config, options, body)
-        norm = Tensor(f"{body}norm.weight", (hidden,))
+        norm = Tensor(f"{body}{architecture.last_norm}.weight", (hidden,))
         self.norm = RMSNorm(norm, config.rms_norm_eps, dtype, from_one=architecture.norms_from_one)
         self.lm_head = None if tied else LMHead(Padded(head, rows, axis=1), vocab, dtype)
         self.draft_layer = draft_layer
@@ -305,7 +307,7 @@ class CausalLM(nnx.Module):
 
     def _scaled(self, vectors: jax.Array) -> jax.Array:
         if not self.architecture.scales_embedding:
-            return vectors
+            return scaled(vectors, self.config.embedding_scale)
         # The factor has the model's dtype.
         return vectors * jnp.asarray(self.config.hidden_size**0.5, vectors.dtype)
 
@@ -371,6 +373,8 @@ class CausalLM(nnx.Module):
         """Map hidden [n, hidden_size] to logits of this chip's slice of the vocabulary."""
         head = self.embedding if self.lm_head is None else self.lm_head
         logits, cap = head.logits(hidden), self.config.logit_soft_cap
+        if self.config.logit_scale != 1.0:
+            logits = logits._replace(columns=logits.columns * self.config.logit_scale)
         if cap is None:
             return logits
         return logits._replace(columns=cap * jnp.tanh(logits.columns / cap))

@@ -1,6 +1,6 @@
 """Llama: the plain decoder layer, the base of the other families, and its tensors' names."""
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from sgl_jax.kernels.attention.batch import ScoreOptions
 from sgl_jax.layers.attention import Attention, replicated_kv_heads
@@ -24,6 +24,18 @@ from sgl_jax.models.projections import linear
 
 # The norm of queries and keys: of each head, with or without weights, or of all heads together.
 QKNorm = Literal["each_head", "weightless", "all_heads"]
+
+
+class MLPNames(NamedTuple):
+    """Names of the matrices of a dense feed-forward layer, and of the one for both gate and up."""
+
+    gate: str | None = "gate_proj"  # None: it has no gate
+    up: str = "up_proj"
+    down: str = "down_proj"
+    both: str = "gate_up_proj"
+
+
+_MLP_NAMES = MLPNames()
 
 
 def llama_layer(
@@ -78,6 +90,7 @@ def attention(
     sinks: Source | None = None,
     num_inputs: int | None = None,
     normalises_values: bool = False,
+    prefix: str = "self_attn.",
 ) -> Attention:
     """Declare the attention of a layer.
 
@@ -86,7 +99,7 @@ def attention(
     norms multiply by 1 + weight. If `fused`, one tensor has the rows of Q, K and V. With
     `pairs_neighbours`, neighbouring dimensions rotate together. `sinks` are [num_heads].
     `num_inputs` is the width of its input; None for the hidden size. `normalises_values` adds a
-    norm without weights.
+    norm without weights. `prefix` is that of the projections' tensors.
 
     Raises ValueError if `tp_size` chips cannot split heads.
     """
@@ -103,13 +116,13 @@ def attention(
     gated, has_bias = config.attention_gate, qkv_bias or config.attention_bias
     names = ("qkv",) if fused else tuple("qkv"[: 1 + heads.num_kv_parts])
     qkv, bias = (
-        FusedHeads(tuple(f"self_attn.{x}_proj.{kind}" for x in names), inputs, heads, gated)
+        FusedHeads(tuple(f"{prefix}{x}_proj.{kind}" for x in names), inputs, heads, gated)
         for kind, inputs in (("weight", (num_inputs or hidden,)), ("bias", ()))
     )
-    output = Tensor("self_attn.o_proj.weight", (width, hidden), transposed=True)
+    output = Tensor(f"{prefix}o_proj.weight", (width, hidden), transposed=True)
     output_bias = None
     if config.attention_output_bias:
-        output_bias = Tensor("self_attn.o_proj.bias", (hidden,))
+        output_bias = Tensor(f"{prefix}o_proj.bias", (hidden,))
     q_norm, k_norm = (
         _heads_norm(qk_norm, x, config, heads, options, from_one=norms_from_one)
         if qk_norm and (x == "q" or heads.num_kv_parts)
@@ -184,6 +197,7 @@ def gated_mlp(
     width: int | None = None,
     *,
     fused: bool = False,
+    names: MLPNames = _MLP_NAMES,
 ) -> GatedMLP:
     """Declare the feed-forward layer; if `fused`, one tensor has the rows of gate and up.
 
@@ -194,17 +208,17 @@ def gated_mlp(
     require_divisible(f"the width of {prefix.rstrip('.')}", width, options.tp_size)
 
     def matrix(name: str, *shape: int) -> Tensor:
-        return Tensor(f"{prefix}{name}_proj.weight", shape, transposed=True)
+        return Tensor(f"{prefix}{name}.weight", shape, transposed=True)
 
-    gate: Source = matrix("gate", hidden, width)
-    up: Source = matrix("up", hidden, width)
+    gate: Source | None = None if names.gate is None else matrix(names.gate, hidden, width)
+    up: Source = matrix(names.up, hidden, width)
     if fused:
-        both = matrix("gate_up", hidden, 2 * width)
+        both = matrix(names.both, hidden, 2 * width)
         gate, up = (Slice(both, 1, first, width) for first in (0, width))
     return GatedMLP(
-        linear(spec, options, gate, "outputs"),
+        None if gate is None else linear(spec, options, gate, "outputs"),
         linear(spec, options, up, "outputs"),
-        linear(spec, options, matrix("down", width, hidden), "inputs"),
+        linear(spec, options, matrix(names.down, width, hidden), "inputs"),
         ACTIVATIONS[config.activation],
     )
 

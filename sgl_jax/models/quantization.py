@@ -25,7 +25,7 @@ AT_LOAD: Mapping[str, Scheme] = MappingProxyType(
 # a layer's embeddings.
 _SMALL = ("in_proj_ba", "in_proj_b", "in_proj_a", "per_layer_input_gate", "per_layer_projection")
 # Prefixes of layers, see `Architecture`. In a model with a text part, files and config may differ.
-_BODIES = ("model", "model.language_model", "language_model.model")
+_BODIES = ("model", "model.language_model", "language_model.model", "backbone")
 _LAYER = re.compile(rf"(?:{'|'.join(map(re.escape, _BODIES))})\.(layers\..*)")
 _EXPERT = re.compile(r"\bexperts\.\d+\.")
 

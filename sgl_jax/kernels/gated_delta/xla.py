@@ -4,7 +4,8 @@ The cost depends on the tokens in use: loops over blocks of decode rows, and ove
 dynamic trip counts. States are carried through these loops, in place.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,16 @@ from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, DeltaInputs, StateBa
 DECODE_ROWS = 8  # rows computed at once
 
 
-def _scaled(tokens: DeltaInputs, numbers: jax.Array, exists: jax.Array) -> DeltaInputs:
-    """Return tokens `numbers`, int32 [...], in float32 with q and k scaled.
+class Rule(NamedTuple):
+    """How a recurrence's tokens change a state; all arrays are float32."""
+
+    terms: Callable[[DeltaInputs], Any]  # of tokens [..., heads, dim], without a state
+    next_token: Callable[[Any, jax.Array], tuple[jax.Array, jax.Array]]
+    next_chunk: Callable[[DeltaInputs, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+def _some(tokens: DeltaInputs, numbers: jax.Array, exists: jax.Array) -> DeltaInputs:
+    """Return tokens `numbers`, int32 [...], in float32.
 
     They are zeros, which do not change a state, where `exists`, bool [...], is False.
     """
@@ -25,8 +34,12 @@ def _scaled(tokens: DeltaInputs, numbers: jax.Array, exists: jax.Array) -> Delta
         some = x.at[numbers].get(mode="clip").astype(jnp.float32)
         return jnp.where(exists.reshape(exists.shape + (1,) * (x.ndim - 1)), some, 0)
 
-    q, k, *others = map(take, tokens)
-    return DeltaInputs(_unit(q) * q.shape[-1] ** -0.5, _unit(k), *others)
+    return DeltaInputs(*map(take, tokens))
+
+
+def _scaled(tokens: DeltaInputs) -> DeltaInputs:
+    q, k = tokens.q, tokens.k
+    return tokens._replace(q=_unit(q) * q.shape[-1] ** -0.5, k=_unit(k))
 
 
 def _unit(x: jax.Array) -> jax.Array:
@@ -37,16 +50,28 @@ def gated_delta(
     tokens: DeltaInputs, states: jax.Array, layer: jax.Array, batch: StateBatch
 ) -> tuple[jax.Array, jax.Array]:
     """Implement `api.GatedDelta`; padding tokens' outputs are zeros."""
+    return recur(Rule(_Terms.of, _next_token, _next_chunk), tokens, states, layer, batch)
+
+
+def recur(
+    rule: Rule, tokens: DeltaInputs, states: jax.Array, layer: jax.Array, batch: StateBatch
+) -> tuple[jax.Array, jax.Array]:
+    """Compute a step's tokens by `rule`, and the states in the batch's slots."""
     v = tokens.v
     # A partial chunk writes zeros after its last token; later chunks' tokens overwrite them.
     room = jnp.zeros((v.shape[0] + CHUNK_TOKENS, *v.shape[1:]), v.dtype)
-    out, states = _decode(tokens, room, states, layer, batch)
-    out, states = _prefill(tokens, out, states, layer, batch)
+    out, states = _decode(rule, tokens, room, states, layer, batch)
+    out, states = _prefill(rule, tokens, out, states, layer, batch)
     return out[: v.shape[0]], states
 
 
 def _decode(
-    tokens: DeltaInputs, out: jax.Array, states: jax.Array, layer: jax.Array, batch: StateBatch
+    rule: Rule,
+    tokens: DeltaInputs,
+    out: jax.Array,
+    states: jax.Array,
+    layer: jax.Array,
+    batch: StateBatch,
 ) -> tuple[jax.Array, jax.Array]:
     num_rows, most = min(DECODE_ROWS, batch.slots_in.shape[0]), 1 + batch.max_draft_tokens
 
@@ -61,15 +86,15 @@ def _decode(
         # Positions come first. Terms without a state are computed for all positions at once.
         position = jnp.arange(most)[:, None]
         exists, numbers = position < lengths, starts + position
-        some = _Terms.of(_scaled(tokens, numbers, exists))
+        some = rule.terms(_some(tokens, numbers, exists))
         state = states[layer, slots_in].astype(jnp.float32)
 
         def next_position(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             outs, after, state = carry
-            own, state = _next_token(jax.tree.map(lambda x: x[i], some), state)
+            own, state = rule.next_token(jax.tree.map(lambda x: x[i], some), state)
             return outs.at[i].set(own), after.at[i].set(state), state
 
-        first, state = _next_token(jax.tree.map(lambda x: x[0], some), state)
+        first, state = rule.next_token(jax.tree.map(lambda x: x[0], some), state)
         outs, after = (
             jnp.zeros((most, *own.shape), own.dtype).at[0].set(own) for own in (first, state)
         )
@@ -96,6 +121,7 @@ class _Terms(NamedTuple):
 
     @classmethod
     def of(cls, tokens: DeltaInputs) -> "_Terms":
+        tokens = _scaled(tokens)
         q, k = (jnp.repeat(x, tokens.group, axis=-2) for x in (tokens.q, tokens.k))
         decay, beta = jnp.exp(tokens.log_decay)[..., None], tokens.beta[..., None]
         return cls(q, k, tokens.v, decay, beta, jnp.sum(k * q, axis=-1, keepdims=True))
@@ -106,7 +132,7 @@ def _next_token(token: _Terms, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     q, k, v, decay, beta, q_times_k = token
     # The old state is read once for both products: S^T q is the old state's part plus the change's.
     # One small product takes a CPU half as long as two sums over the state.
-    both = _times("nhik,nhkv->nhiv", jnp.stack([k, q], axis=-2), state)
+    both = times("nhik,nhkv->nhiv", jnp.stack([k, q], axis=-2), state)
     change = beta * (v - decay * both[:, :, 0])
     old = decay * both[:, :, 1]
     return old + change * q_times_k, decay[..., None] * state + k[..., None] * change[..., None, :]
@@ -120,7 +146,12 @@ def _write(states: jax.Array, layer: jax.Array, slots: jax.Array, new: jax.Array
 
 
 def _prefill(
-    tokens: DeltaInputs, out: jax.Array, states: jax.Array, layer: jax.Array, batch: StateBatch
+    rule: Rule,
+    tokens: DeltaInputs,
+    out: jax.Array,
+    states: jax.Array,
+    layer: jax.Array,
+    batch: StateBatch,
 ) -> tuple[jax.Array, jax.Array]:
     def chunk(
         c: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
@@ -131,7 +162,7 @@ def _prefill(
         source = batch.chunk_sources[c]
         stored = states[layer, jnp.maximum(source, 0)].astype(jnp.float32)
         state = jnp.where(source < 0, state, stored)
-        some, state = _next_chunk(_scaled(tokens, numbers, numbers < end), state)
+        some, state = rule.next_chunk(_some(tokens, numbers, numbers < end), state)
         out = lax.dynamic_update_slice_in_dim(out, some.astype(out.dtype), first, axis=0)
         for slot in (batch.chunk_targets[c], batch.chunk_snapshots[c]):
             states = _write(states, layer, slot, state)
@@ -147,30 +178,37 @@ def _next_chunk(tokens: DeltaInputs, state: jax.Array) -> tuple[jax.Array, jax.A
     A token's change of the state depends on the changes of the tokens before it: a triangular
     system of equations.
     """
-    q, k, v, log_decay, beta = (jnp.moveaxis(x, 1, 0) for x in tokens)  # heads first
-    n = log_decay.shape[-1]
-    causal = jnp.tril(jnp.ones((n, n), bool))
-    # Sums from each token to each token, not differences of sums, which cancel after strong decay.
-    # A later token has no weight: its exponent is masked.
-    later = jnp.where(jnp.tril(causal, -1), log_decay[:, :, None], 0)
-    between = _times("im,hmj->hij", causal.astype(jnp.float32), later)
-    decay = jnp.exp(jnp.where(causal, between, -jnp.inf))
+    q, k, v, log_decay, beta = (jnp.moveaxis(x, 1, 0) for x in _scaled(tokens))  # heads first
+    between, decay = decays_between(log_decay)
 
     def of_value_heads(x: jax.Array) -> jax.Array:
         return jnp.repeat(x, tokens.group, axis=0)
 
-    system = of_value_heads(_times("hik,hjk->hij", k, k)) * decay * beta[..., None]
+    system = of_value_heads(times("hik,hjk->hij", k, k)) * decay * beta[..., None]
     since = jnp.exp(jnp.cumsum(log_decay, axis=-1))[..., None]
-    k, q, seen = of_value_heads(k), of_value_heads(q), of_value_heads(_times("hik,hjk->hij", q, k))
-    change = beta[..., None] * (v - since * _times("hik,hkv->hiv", k, state))
-    change = _times("hij,hjv->hiv", _inverse(system), change)
-    out = since * _times("hik,hkv->hiv", q, state) + _times("hij,hjv->hiv", seen * decay, change)
+    k, q, seen = of_value_heads(k), of_value_heads(q), of_value_heads(times("hik,hjk->hij", q, k))
+    change = beta[..., None] * (v - since * times("hik,hkv->hiv", k, state))
+    change = times("hij,hjv->hiv", _inverse(system), change)
+    out = since * times("hik,hkv->hiv", q, state) + times("hij,hjv->hiv", seen * decay, change)
     until = jnp.exp(between[:, -1])[..., None]
     state = since[:, -1:] * state
-    return jnp.moveaxis(out, 0, 1), state + _times("hik,hiv->hkv", k * until, change)
+    return jnp.moveaxis(out, 0, 1), state + times("hik,hiv->hkv", k * until, change)
 
 
-def _times(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+def decays_between(log_decay: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the logs of decays, and decays, from each token j of a chunk to each token i.
+
+    `log_decay` is [heads, n]; the results are [heads, i, j]. These are sums over the tokens, not
+    differences of sums, which cancel after strong decay. A later token j has no weight.
+    """
+    n = log_decay.shape[-1]
+    causal = jnp.tril(jnp.ones((n, n), bool))
+    later = jnp.where(jnp.tril(causal, -1), log_decay[:, :, None], 0)
+    between = times("im,hmj->hij", causal.astype(jnp.float32), later)
+    return between, jnp.exp(jnp.where(causal, between, -jnp.inf))
+
+
+def times(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(spec, a, b, precision=lax.Precision.HIGHEST)
 
 
@@ -188,14 +226,19 @@ def _inverse(lower: jax.Array) -> jax.Array:
     size = 1
     while size < n:
         is_below = (row // size == column // size + 1) & (row // size % 2 == 1)
-        below = _times("hij,hjk->hik", jnp.where(is_below, lower, 0), inverse)
-        inverse = inverse - _times("hij,hjk->hik", inverse, below)
+        below = times("hij,hjk->hik", jnp.where(is_below, lower, 0), inverse)
+        inverse = inverse - times("hij,hjk->hik", inverse, below)
         size *= 2
     return inverse
 
 
 def causal_conv(
-    u: jax.Array, weight: jax.Array, states: jax.Array, layer: jax.Array, batch: StateBatch
+    u: jax.Array,
+    weight: jax.Array,
+    states: jax.Array,
+    layer: jax.Array,
+    batch: StateBatch,
+    bias: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Implement `api.CausalConv`; padding tokens' outputs are zeros."""
     num_tokens, width = u.shape[0], weight.shape[0]
@@ -217,6 +260,8 @@ def causal_conv(
 
     window = jnp.stack([before(j) for j in range(width - 1, 0, -1)] + [u], axis=1)
     total = jnp.sum(window.astype(jnp.float32) * weight.astype(jnp.float32), axis=1)
+    if bias is not None:
+        total += bias.astype(jnp.float32)
     out = jnp.where(batch.valid[:, None], jax.nn.silu(total), 0).astype(u.dtype)
     after = window[:, 1:]
     decoded = batch.max_decode_tokens

@@ -22,7 +22,7 @@ class ChunkByHead(NamedTuple):
     q: Any  # [Hk, C, 128]
     k: Any  # [Hk, C, 128]
     v: Any  # [Hv, C, 128] values, then outputs
-    coarse: Any  # [Hv, C, 128] a token's number in all lanes
+    coarse: Any  # [Hv, C, 128] a token's number in all lanes of a head
     fine: Any  # [Hv, C, 128]
     coarse_rows: Any  # [128, 2 * C] a head's numbers, twice
     fine_rows: Any  # [128, 2 * C]
@@ -40,16 +40,23 @@ class ChunkByHead(NamedTuple):
         """Return a head's decay since the chunk began, in all lanes."""
         return jnp.exp(self.coarse[head, tokens] + self.fine[head, tokens])
 
-    def spread_gates(self, log_decay: jax.Array, beta: jax.Array) -> None:
-        """Store a chunk's gates [C, 128], with one head in each lane."""
+    def spread_gates(self, log_decay: jax.Array, beta: jax.Array, heads_each: int) -> None:
+        """Store a chunk's gates [C, 128], with one head in each lane.
+
+        A row of values has those of `heads_each` heads, 1 or 2; the numbers of two heads fill half
+        of the lanes each.
+        """
         coarse, fine = coarse_and_fine(log_decay)
         row, column = row_and_column((CHUNK_TOKENS, CHUNK_TOKENS))
         up_to, own = (x.astype(jnp.float32) for x in (column <= row, column == row))
         # A token's gates are in a separate register; products with ones combine them.
         for target, gate in ((self.coarse, coarse), (self.fine, fine)):
             summed = product(up_to, gate, (1, 0))
-            for head in range(self.v.shape[0]):
-                target[head] = jnp.broadcast_to(summed[:, head : head + 1], (CHUNK_TOKENS, LANES))
+            for line in range(self.v.shape[0]):
+                heads = range(line * heads_each, (line + 1) * heads_each)
+                shape = (CHUNK_TOKENS, LANES // heads_each)
+                wide = [jnp.broadcast_to(summed[:, n : n + 1], shape) for n in heads]
+                target[line] = wide[0] if len(wide) == 1 else jnp.concatenate(wide, axis=1)
         for target, gate, which in (
             (self.coarse_rows, coarse, up_to),
             (self.fine_rows, fine, up_to),

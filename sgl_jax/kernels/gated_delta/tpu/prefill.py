@@ -62,7 +62,9 @@ class _Chunks(NamedTuple):
         return self.starts[chunk + 1] - self.starts[chunk]
 
 
-class _Kernel(NamedTuple):
+class ChunkKernel(NamedTuple):
+    """The references of a running kernel."""
+
     chunks: _Chunks
     hbm: DeltaArrays  # gates float32 [T, 2, 128]: logs of decays, and betas, by value head
     buffers: Buffers
@@ -80,6 +82,10 @@ class _Kernel(NamedTuple):
         return self.buffers.k.dtype
 
 
+# Computes a chunk's outputs in place of its values by head, and the states after it.
+ChunkChange = Callable[[ChunkKernel, jax.Array], None]
+
+
 def prefill_gated_delta(
     tokens: DeltaInputs, states: jax.Array, layer: jax.Array, batch: StateBatch
 ) -> tuple[jax.Array, jax.Array]:
@@ -89,10 +95,25 @@ def prefill_gated_delta(
     the prefill tokens, and the states; in the memory of `v` and `states` if the caller does not use
     them again.
     """
+    return recur_chunks(_for_heads, "gated_delta_prefill", tokens, states, layer, batch)
+
+
+def recur_chunks(
+    change: ChunkChange,
+    name: str,
+    tokens: DeltaInputs,
+    states: jax.Array,
+    layer: jax.Array,
+    batch: StateBatch,
+    heads_each: int = 1,
+) -> tuple[jax.Array, jax.Array]:
+    """Compute the prefill rows' tokens by `change`; return the arrays of tokens and of states.
+
+    A row of values, v's last axis, has those of `heads_each` heads.
+    """
     q, k, v, log_decay, beta = tokens
-    key_heads, value_heads = k.shape[1], v.shape[1]
     gates = jnp.stack([log_decay, beta], axis=1)
-    gates = jnp.pad(gates, ((0, 0), (0, 0), (0, LANES - value_heads)))
+    gates = jnp.pad(gates, ((0, 0), (0, 0), (0, LANES - log_decay.shape[1])))
     hbm = DeltaArrays(q, k, gates, v, states)
 
     chunks = _Chunks(
@@ -105,10 +126,11 @@ def prefill_gated_delta(
     )
     scratch = [
         Buffers.scratch(hbm, 2, CHUNK_TOKENS),
-        ChunkByHead.scratch(key_heads, value_heads),
+        ChunkByHead.scratch(k.shape[1], v.shape[1]),
         Semaphores.scratch(2),
     ]
-    out, states = call(_kernel, "gated_delta_prefill", (chunks,), (), hbm, 2, scratch)
+    kernel = partial(_kernel, change=change, heads_each=heads_each)
+    out, states = call(kernel, name, (chunks,), (), hbm, 2, scratch)
     return out, states
 
 
@@ -120,9 +142,12 @@ def _kernel(
     buffers: Buffers,
     by_head: ChunkByHead,
     sems: Semaphores,
+    *,
+    change: ChunkChange,
+    heads_each: int,
 ) -> None:
     # Inputs and results share memory: one array is read and written.
-    kernel = _Kernel(chunks, hbm._replace(v=tokens, states=states), buffers, by_head, sems)
+    kernel = ChunkKernel(chunks, hbm._replace(v=tokens, states=states), buffers, by_head, sems)
     num_chunks = chunks.num_chunks[0]
     pl.when(num_chunks > 0)(lambda: _for_inputs(kernel, jnp.int32(0), start))
 
@@ -131,8 +156,8 @@ def _kernel(
         pl.when(chunk + 1 < num_chunks)(lambda: _for_inputs(kernel, chunk + 1, start))
         _for_inputs(kernel, chunk, wait)
         pl.when(chunk >= 2)(lambda: _for_results(kernel, chunk - 2, wait))
-        _begin_chunk(kernel, chunk)
-        _for_heads(kernel, chunk)
+        _begin_chunk(kernel, chunk, heads_each)
+        change(kernel, chunk)
         _end_chunk(kernel, chunk)
         _for_results(kernel, chunk, start)
 
@@ -141,7 +166,7 @@ def _kernel(
         _for_results(kernel, chunk, wait)
 
 
-def _for_inputs(kernel: _Kernel, chunk: jax.Array, do: Callable[[Any], None]) -> None:
+def _for_inputs(kernel: ChunkKernel, chunk: jax.Array, do: Callable[[Any], None]) -> None:
     at = lax.rem(chunk, 2)
 
     def copy(source: Any, target: Any, tokens: Any, here: Any) -> None:
@@ -159,7 +184,7 @@ def _for_inputs(kernel: _Kernel, chunk: jax.Array, do: Callable[[Any], None]) ->
         do(pltpu.make_async_copy(state, target, kernel.sems.states.at[at]))
 
 
-def _for_results(kernel: _Kernel, chunk: jax.Array, do: Callable[[Any], None]) -> None:
+def _for_results(kernel: ChunkKernel, chunk: jax.Array, do: Callable[[Any], None]) -> None:
     at, chunks = lax.rem(chunk, 2), kernel.chunks
     sem = kernel.sems.results.at[at]
 
@@ -177,7 +202,7 @@ def _for_results(kernel: _Kernel, chunk: jax.Array, do: Callable[[Any], None]) -
             do(pltpu.make_async_copy(kernel.buffers.states.at[1, at], target, sem))
 
 
-def _for_runs(kernel: _Kernel, chunk: jax.Array, do: Callable[[Any, Any], None]) -> None:
+def _for_runs(kernel: ChunkKernel, chunk: jax.Array, do: Callable[[Any, Any], None]) -> None:
     """Call do(tokens of the step, tokens of the chunk) for runs that make up the chunk."""
     length, begin = kernel.chunks.length(chunk), kernel.chunks.starts[chunk]
 
@@ -187,7 +212,7 @@ def _for_runs(kernel: _Kernel, chunk: jax.Array, do: Callable[[Any, Any], None])
     for_each_run(length, (CHUNK_TOKENS, RUN_TOKENS, 1), kernel.hbm.v.shape[0], run)
 
 
-def _begin_chunk(kernel: _Kernel, chunk: jax.Array) -> None:
+def _begin_chunk(kernel: ChunkKernel, chunk: jax.Array, heads_each: int) -> None:
     at, buffers, by_head = lax.rem(chunk, 2), kernel.buffers, kernel.by_head
 
     # Zeros in place of missing tokens change nothing.
@@ -203,10 +228,11 @@ def _begin_chunk(kernel: _Kernel, chunk: jax.Array) -> None:
             some = pl.ds(pl.multiple_of(i * TURNED_TOKENS, TURNED_TOKENS), TURNED_TOKENS)
             target[:, some] = jnp.swapaxes(source[at, some].astype(jnp.float32), 0, 1)
 
-    by_head.spread_gates(*(buffers.gates[at, :, gate] for gate in range(2)))
+    log_decay, beta = (buffers.gates[at, :, gate] for gate in range(2))
+    by_head.spread_gates(log_decay, beta, heads_each)
 
 
-def _end_chunk(kernel: _Kernel, chunk: jax.Array) -> None:
+def _end_chunk(kernel: ChunkKernel, chunk: jax.Array) -> None:
     out = kernel.buffers.out.at[lax.rem(chunk, 2)]
 
     @pl.loop(0, CHUNK_TOKENS // TURNED_TOKENS)
@@ -215,9 +241,9 @@ def _end_chunk(kernel: _Kernel, chunk: jax.Array) -> None:
         out[some] = jnp.swapaxes(kernel.by_head.v[:, some], 0, 1).astype(out.dtype)
 
 
-def _for_heads(kernel: _Kernel, chunk: jax.Array) -> None:
+def _for_heads(kernel: ChunkKernel, chunk: jax.Array) -> None:
     key_heads, at = kernel.by_head.k.shape[0], lax.rem(chunk, 2)
-    before = _state_before(kernel, chunk)
+    before = state_before(kernel, chunk)
     at_once = max(
         n
         for n in range(1, key_heads + 1)
@@ -229,7 +255,8 @@ def _for_heads(kernel: _Kernel, chunk: jax.Array) -> None:
         _change(kernel, [i * at_once + n for n in range(at_once)], before, at)
 
 
-def _state_before(kernel: _Kernel, chunk: jax.Array) -> Any:
+def state_before(kernel: ChunkKernel, chunk: jax.Array) -> Any:
+    """Return the reference to the states before a chunk."""
     at = lax.rem(chunk, 2)
     is_stored = kernel.chunks.sources[chunk] >= 0
     return kernel.buffers.states.at[jnp.where(is_stored, 0, 1), jnp.where(is_stored, at, 1 - at)]
@@ -244,7 +271,7 @@ class _Pair(NamedTuple):
     rows: list[jax.Array]  # [2 * C, 128] of each head: its keys, then its queries, for products
 
 
-def _change(kernel: _Kernel, key_heads: list[Any], before: Any, at: Any) -> None:
+def _change(kernel: ChunkKernel, key_heads: list[Any], before: Any, at: Any) -> None:
     """Compute the outputs of some key heads' value heads, and their states after the chunk."""
     by_head, group, dtype = kernel.by_head, kernel.group, kernel.product_dtype
     keys = [unit(by_head.k[head]) for head in key_heads]
@@ -265,7 +292,7 @@ def _change(kernel: _Kernel, key_heads: list[Any], before: Any, at: Any) -> None
     _change_pairs(kernel, pairs, before, at)
 
 
-def _change_pairs(kernel: _Kernel, pairs: list[_Pair], before: Any, at: Any) -> None:
+def _change_pairs(kernel: ChunkKernel, pairs: list[_Pair], before: Any, at: Any) -> None:
     """Compute `_change` for pairs of value heads, with stores last, so that no load waits."""
     by_head, dtype = kernel.by_head, kernel.product_dtype
     # Products with the old state come first: they need no inverse, and the compiler schedules them
@@ -292,7 +319,9 @@ def _halves(both: jax.Array) -> list[jax.Array]:
     return [both[:, :LANES], both[:, LANES:]]
 
 
-def _found(kernel: _Kernel, pair: _Pair, before: Any) -> tuple[list[jax.Array], list[jax.Array]]:
+def _found(
+    kernel: ChunkKernel, pair: _Pair, before: Any
+) -> tuple[list[jax.Array], list[jax.Array]]:
     """Return the old states' part of outputs [C, 128], and right sides, of two value heads."""
     by_head, dtype, rows = kernel.by_head, kernel.product_dtype, pair.rows
     states = [before[head].astype(dtype) for head in pair.heads]
@@ -317,7 +346,7 @@ def _apart(matrices: list[jax.Array], dtype: jnp.dtype) -> jax.Array:
 
 
 def _pair(
-    kernel: _Kernel,
+    kernel: ChunkKernel,
     heads: tuple[Any, ...],
     keys: list[jax.Array],
     similar: list[jax.Array],
@@ -351,7 +380,7 @@ def _pair(
     end = slice(CHUNK_TOKENS - 1, CHUNK_TOKENS)
     until = jnp.exp((coarse[end] - coarse_row) + (fine[end] - fine_row))
     # A later token has no weight: its exponent is masked.
-    decay = jnp.exp(jnp.where(_is_seen(row, column), between, NEVER)) * beta
+    decay = jnp.exp(jnp.where(is_seen(row, column), between, NEVER)) * beta
     if similar[0] is similar[1]:
         of_keys, of_queries = similar[0][:CHUNK_TOKENS], similar[0][CHUNK_TOKENS:]
     else:
@@ -362,5 +391,5 @@ def _pair(
     return _Pair((heads[0], heads[1]), of_keys * decay, weights, rows)
 
 
-def _is_seen(row: jax.Array, column: jax.Array) -> jax.Array:
+def is_seen(row: jax.Array, column: jax.Array) -> jax.Array:
     return column <= row

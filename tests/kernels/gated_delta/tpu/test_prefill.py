@@ -150,27 +150,27 @@ def forget_a_wait(name):
 
 
 def go_on_from_another_buffer(monkeypatch):
-    before = module._state_before
+    before = module.state_before
     monkeypatch.setattr(
-        module, "_state_before", lambda kernel, chunk: before(kernel, jnp.maximum(chunk - 1, 0))
+        module, "state_before", lambda kernel, chunk: before(kernel, jnp.maximum(chunk - 1, 0))
     )
 
 
 def see_one_token_less(monkeypatch):
-    monkeypatch.setattr(module, "_is_seen", lambda row, column: column < row)
+    monkeypatch.setattr(module, "is_seen", lambda row, column: column < row)
 
 
 def see_one_token_more(monkeypatch):
-    monkeypatch.setattr(module, "_is_seen", lambda row, column: column <= row + 1)
+    monkeypatch.setattr(module, "is_seen", lambda row, column: column <= row + 1)
 
 
 def write_another_slot(monkeypatch):
-    kernel_of = module._Kernel
+    kernel_of = module.ChunkKernel
 
     def wrong(chunks, *others):
         return kernel_of(chunks._replace(targets=chunks.snapshots), *others)
 
-    monkeypatch.setattr(module, "_Kernel", wrong)
+    monkeypatch.setattr(module, "ChunkKernel", wrong)
 
 
 def take_a_chunk_for_full(monkeypatch):
