@@ -55,8 +55,7 @@ __all__ = [
 
 Activation = Literal["silu", "gelu_pytorch_tanh", "relu2"]
 _ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_pytorch_tanh")
-# Only of feed-forward layers without gates, which these architectures have.
-_UNGATED = ("NemotronHForCausalLM",)
+_UNGATED = ("NemotronHForCausalLM",)  # feed-forward layers without gates, with relu2
 _WITH_MXFP4 = ("GptOssForCausalLM",)
 _NO_PADDING = -1  # some old models write it for "none"
 
@@ -373,8 +372,7 @@ def _activation(raw: Mapping[str, Any]) -> Activation:
     value: Activation = raw.get(name) or "silu"
     allowed = ("relu2",) if architecture_name(raw) in _UNGATED else _ACTIVATIONS
     if value not in allowed:
-        known = ", ".join(allowed)
-        raise ModelConfigError(f"{name} must be one of {known}, got {value!r}")
+        raise ModelConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
     return value
 
 

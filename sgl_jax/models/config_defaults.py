@@ -8,6 +8,17 @@ from types import MappingProxyType
 from typing import Any
 
 from sgl_jax.models.config_fields import ModelConfigError, required
+from sgl_jax.models.recurrent_defaults import (
+    GRANITE,
+    GRANITE_HYBRID,
+    GRANITE_MOE,
+    HYBRID,
+    NEMOTRON_H,
+    QWEN3_5_MOE,
+    QWEN3_NEXT,
+    RECURRENT_ALIASES,
+    single_parts,
+)
 
 # If windows are switched on, the layers before `max_window_layers` have none.
 _QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
@@ -75,26 +86,6 @@ _GPT_OSS = {
     "swiglu_alpha": 1.702,
     "swiglu_limit": 7.0,
 }
-_HYBRID = {
-    "attn_output_gate": True,
-    "full_attention_interval": 4,
-    "head_dim": 256,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_value_head_dim": 128,
-    "partial_rotary_factor": 0.25,
-    "rms_norm_eps": 1e-6,
-}
-_QWEN3_NEXT = _HYBRID | {
-    "moe_intermediate_size": 512,
-    "norm_topk_prob": True,  # Qwen3.5 has no such field: its router always normalises
-    "num_experts": 512,
-    "num_experts_per_tok": 10,
-    "shared_expert_intermediate_size": 512,
-}
-_QWEN3_5_MOE = _QWEN3_NEXT | {"num_experts": 256, "num_experts_per_tok": 8}
 _DEEPSEEK = {
     "kv_lora_rank": 512,
     "q_lora_rank": 1536,
@@ -229,88 +220,19 @@ _LLAMA4 = {
     "scoring_func": "sigmoid",
     "use_qk_norm": True,
 }
-_GRANITE = {
-    "attention_multiplier": 1.0,
-    "embedding_multiplier": 1.0,
-    "logits_scaling": 1.0,
-    "residual_multiplier": 1.0,
-}
-_GRANITE_MOE = _GRANITE | {
-    "norm_topk_prob": True,  # its softmax is only over the chosen experts, which is the same
-    "num_experts_per_tok": 2,
-    "num_local_experts": 8,
-}
-_GRANITE_HYBRID = _GRANITE_MOE | {
-    "mamba_conv_bias": True,
-    "mamba_d_conv": 4,
-    "mamba_d_head": "auto",
-    "mamba_d_state": 256,
-    "mamba_expand": 2,
-    "mamba_n_groups": 1,
-    "mamba_n_heads": 128,
-    "shared_intermediate_size": 1024,
-}
-_NEMOTRON_H = {
-    "conv_kernel": 4,
-    "head_dim": 128,
-    "hidden_size": 4096,
-    "intermediate_size": 21504,
-    "layer_norm_epsilon": 1e-5,
-    "layers_block_type": None,
-    "mamba_head_dim": 64,
-    "mamba_num_heads": 128,
-    "max_position_embeddings": 4096,
-    "mlp_hidden_act": "relu2",
-    "moe_intermediate_size": 7688,
-    "moe_shared_expert_intermediate_size": 7688,
-    "n_group": 1,
-    "n_groups": 8,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_attention_heads": 32,
-    "num_experts_per_tok": 2,
-    "num_key_value_heads": 8,
-    "scoring_func": "sigmoid",
-    "ssm_state_size": 128,
-    "time_step_min": 0.001,
-    "topk_group": 1,
-    "topk_method": "noaux_tc",
-    "use_conv_bias": True,
-    "vocab_size": 131072,
-}
 # Other names of fields, by architecture.
 _ALIASES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
+        **RECURRENT_ALIASES,
         "Gemma4ForCausalLM": {"num_experts_per_tok": "top_k_experts"},
         "Gemma4ForConditionalGeneration": {"num_experts_per_tok": "top_k_experts"},
         "GptOssForCausalLM": {"moe_intermediate_size": "intermediate_size"},
-        "GraniteMoeForCausalLM": {"moe_intermediate_size": "intermediate_size"},
-        "GraniteMoeHybridForCausalLM": {
-            "moe_intermediate_size": "intermediate_size",
-            "shared_expert_intermediate_size": "shared_intermediate_size",
-            "intermediate_size": "shared_intermediate_size",  # of layers without experts
-        },
         "Llama4ForCausalLM": {
             "moe_intermediate_size": "intermediate_size",
             "shared_expert_intermediate_size": "intermediate_size",
             "intermediate_size": "intermediate_size_mlp",  # of layers without experts
         },
         "MiniMaxM2ForCausalLM": {"moe_intermediate_size": "intermediate_size"},
-        "NemotronHForCausalLM": {
-            "hidden_act": "mlp_hidden_act",
-            "mamba_conv_bias": "use_conv_bias",
-            "mamba_d_conv": "conv_kernel",
-            "mamba_d_head": "mamba_head_dim",
-            "mamba_d_state": "ssm_state_size",
-            "mamba_n_groups": "n_groups",
-            "mamba_n_heads": "mamba_num_heads",
-            "rms_norm_eps": "layer_norm_epsilon",
-            "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
-        },
-        # All layers have experts.
-        "Qwen3_5MoeForCausalLM": {"intermediate_size": "moe_intermediate_size"},
-        "Qwen3_5MoeForConditionalGeneration": {"intermediate_size": "moe_intermediate_size"},
     }
 )
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
@@ -325,27 +247,27 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "Glm4MoeForCausalLM": _GLM4_MOE,
         "GlmMoeDsaForCausalLM": _GLM_MOE_DSA,
         "GptOssForCausalLM": _GPT_OSS,
-        "GraniteForCausalLM": _GRANITE,
-        "GraniteMoeForCausalLM": _GRANITE_MOE,
-        "GraniteMoeHybridForCausalLM": _GRANITE_HYBRID,
+        "GraniteForCausalLM": GRANITE,
+        "GraniteMoeForCausalLM": GRANITE_MOE,
+        "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,
         "Llama4ForCausalLM": _LLAMA4,
         "MiniMaxM2ForCausalLM": _MINIMAX_M2,
         "Ministral3ForCausalLM": _MINISTRAL3,
         "MinistralForCausalLM": {"sliding_window": 4096},
         "Mistral4ForCausalLM": _MISTRAL4,
         "MistralForCausalLM": {"sliding_window": 4096},
-        "NemotronHForCausalLM": _NEMOTRON_H,
+        "NemotronHForCausalLM": NEMOTRON_H,
         "Olmo3ForCausalLM": _OLMO3,
         "Phi3ForCausalLM": _PHI3,
         "Qwen2ForCausalLM": _QWEN,
         "Qwen3ForCausalLM": _QWEN,
         "Qwen3MoeForCausalLM": _QWEN,
-        "Qwen3NextForCausalLM": _QWEN3_NEXT,
+        "Qwen3NextForCausalLM": QWEN3_NEXT,
         "Qwen3VLMoeForConditionalGeneration": {"norm_topk_prob": True},
-        "Qwen3_5ForCausalLM": _HYBRID,
-        "Qwen3_5ForConditionalGeneration": _HYBRID,
-        "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
-        "Qwen3_5MoeForConditionalGeneration": _QWEN3_5_MOE,
+        "Qwen3_5ForCausalLM": HYBRID,
+        "Qwen3_5ForConditionalGeneration": HYBRID,
+        "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,
+        "Qwen3_5MoeForConditionalGeneration": QWEN3_5_MOE,
         "SeedOssForCausalLM": _SEED_OSS,
         "SmolLM3ForCausalLM": _SMOLLM3,
     }
@@ -417,21 +339,8 @@ def completed(raw: Mapping[str, Any]) -> dict[str, Any]:
     for name, alias in _ALIASES.get(text_model, {}).items():
         given[name] = given.get(alias)
     if has_single_parts(given):
-        given |= _single_parts(given)
+        given |= single_parts(given)
     return given
-
-
-# The kind of each layer as a letter.
-_PARTS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
-
-
-def _single_parts(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the kinds of layers and their number, which a list or a string of letters gives."""
-    kinds = given.get("layers_block_type")
-    if kinds is None:
-        pattern = given.get("hybrid_override_pattern") or "ME*-"
-        kinds = [_PARTS.get(letter, letter) for letter in pattern]
-    return {"layer_types": kinds, "num_hidden_layers": len(kinds)}
 
 
 def is_hybrid(raw: Mapping[str, Any]) -> bool:
