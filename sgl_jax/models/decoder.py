@@ -248,10 +248,10 @@ class CausalLM(nnx.Module):
             routed.append(own)
         hidden = self._whole(self.norm(reduce(jnp.add, carry.terms)), len(token_ids))
         states = carry.memories[-1] if is_recurrent else None
+        kv_pools = carry.memories[: len(kv_pools)]
         draft_hidden = self._draft_hidden(hidden, carry.captured)
         counts, experts = map(join_layers, zip(*routed, strict=True))
-        own = hidden, carry.memories[: len(kv_pools)], states
-        return ModelOutput(*own, counts, draft_hidden, experts)
+        return ModelOutput(hidden, kv_pools, states, counts, draft_hidden, experts)
 
     def _whole(self, hidden: jax.Array, num_tokens: int) -> jax.Array:
         return join_shares(hidden, num_tokens) if self.sequence_parallel else hidden
@@ -372,11 +372,8 @@ class CausalLM(nnx.Module):
     def logits(self, hidden: jax.Array) -> SplitLogits:
         """Map hidden [n, hidden_size] to logits of this chip's slice of the vocabulary."""
         head = self.embedding if self.lm_head is None else self.lm_head
-        logits, scale, cap = (
-            head.logits(hidden),
-            self.config.logit_scale,
-            self.config.logit_soft_cap,
-        )
+        config, logits = self.config, head.logits(hidden)
+        scale, cap = config.logit_scale, config.logit_soft_cap
         columns = logits.columns if scale == 1.0 else logits.columns * scale
         return logits._replace(columns=columns if cap is None else cap * jnp.tanh(columns / cap))
 
