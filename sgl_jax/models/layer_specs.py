@@ -73,9 +73,7 @@ class LayerSpec:
     values_are_keys: bool = False  # the keys' projection gives values, too
     cache_source: int | None = None  # reads the cache of this layer; None: has a cache
     mlp_width: int | None = None  # of the dense feed-forward layer; None: the model's
-    # Some models have layers of a single part, and those that only feed forward have no cache.
-    mixes_tokens: bool = True  # has attention or a recurrence
-    feeds_forward: bool = True  # has experts or a dense feed-forward layer
+    mixes_tokens: bool = True  # False: a feed-forward layer alone, without a cache
     # Layers with equal specifications may have unlike rules: `scan_segments.layer_kinds`.
     rules: LayerRules = field(default=LayerRules(), compare=False)
 
@@ -127,7 +125,6 @@ def read_layers(raw: Mapping[str, Any], max_positions: int) -> tuple[LayerSpec, 
             cache_source=source,
             mlp_width=None if source is None else wide,
             mixes_tokens=kind not in FEEDING,
-            feeds_forward=kind in FEEDING or not has_single_parts(raw),
         )
         for kind, rotated, sparse, heads, source in zip(
             kinds, is_rotated, is_sparse, head_sizes, sources, strict=True

@@ -41,9 +41,6 @@ def test_layers_that_only_feed_forward_have_no_cache():
     config = ModelConfig.from_dict(NEMOTRON)
     expected = [True, False, True, True, False, False, True]
     assert [spec.mixes_tokens for spec in config.layers] == expected
-    assert [spec.feeds_forward for spec in config.layers] == [
-        not spec.mixes_tokens for spec in config.layers
-    ]
     assert config.cache_groups() == (
         CacheGroup(None, 0, (2,)),
         CacheGroup(LAST_VALUE, 1, (0, 3, 6), is_recurrent=True),
