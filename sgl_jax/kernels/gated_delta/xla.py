@@ -16,7 +16,7 @@ from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, DeltaInputs, StateBa
 DECODE_ROWS = 8  # rows computed at once
 
 
-class Rule(NamedTuple):
+class RecurrenceRule(NamedTuple):
     """How a recurrence's tokens change a state; all arrays are float32."""
 
     terms: Callable[[DeltaInputs], Any]  # of tokens [..., heads, dim], without a state
@@ -50,11 +50,15 @@ def gated_delta(
     tokens: DeltaInputs, states: jax.Array, layer: jax.Array, batch: StateBatch
 ) -> tuple[jax.Array, jax.Array]:
     """Implement `api.GatedDelta`; padding tokens' outputs are zeros."""
-    return recur(Rule(_Terms.of, _next_token, _next_chunk), tokens, states, layer, batch)
+    return recur(RecurrenceRule(_Terms.of, _next_token, _next_chunk), tokens, states, layer, batch)
 
 
 def recur(
-    rule: Rule, tokens: DeltaInputs, states: jax.Array, layer: jax.Array, batch: StateBatch
+    rule: RecurrenceRule,
+    tokens: DeltaInputs,
+    states: jax.Array,
+    layer: jax.Array,
+    batch: StateBatch,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute a step's tokens by `rule`, and the states in the batch's slots."""
     v = tokens.v
@@ -66,7 +70,7 @@ def recur(
 
 
 def _decode(
-    rule: Rule,
+    rule: RecurrenceRule,
     tokens: DeltaInputs,
     out: jax.Array,
     states: jax.Array,
@@ -146,7 +150,7 @@ def _write(states: jax.Array, layer: jax.Array, slots: jax.Array, new: jax.Array
 
 
 def _prefill(
-    rule: Rule,
+    rule: RecurrenceRule,
     tokens: DeltaInputs,
     out: jax.Array,
     states: jax.Array,

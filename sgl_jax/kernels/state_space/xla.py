@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 
 from sgl_jax.kernels.gated_delta.batch import DeltaInputs, StateBatch
-from sgl_jax.kernels.gated_delta.xla import Rule, decays_between, recur, times
+from sgl_jax.kernels.gated_delta.xla import RecurrenceRule, decays_between, recur, times
 
 
 def state_space(
     tokens: DeltaInputs, states: jax.Array, layer: jax.Array, batch: StateBatch
 ) -> tuple[jax.Array, jax.Array]:
     """Implement `api.StateSpace`; padding tokens' outputs are zeros."""
-    return recur(Rule(_Terms.of, _next_token, _next_chunk), tokens, states, layer, batch)
+    return recur(RecurrenceRule(_Terms.of, _next_token, _next_chunk), tokens, states, layer, batch)
 
 
 class _Terms(NamedTuple):
