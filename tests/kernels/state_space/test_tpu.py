@@ -83,6 +83,7 @@ def test_any_step_agrees_with_token_by_token(mode, case):
     check(case, mode)
 
 
+@pytest.mark.long
 def test_a_fault_in_the_order_of_two_heads_of_a_line_is_found(monkeypatch):
     spread = by_head.ChunkByHead.spread_gates
 
