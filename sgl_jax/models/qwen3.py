@@ -135,7 +135,7 @@ def _shared_expert(
         return None
     if not moe.gates_shared:
         prefix = f"{names.block}{names.shared}."
-        own = MLPNames(gate=names.gate)
+        own = MLPNames() if names.gate else MLPNames(gate=None)
         return SharedExpert(gated_mlp(config, spec, options, prefix, width, names=own), None)
     gate = Tensor("mlp.shared_expert_gate.weight", (config.hidden_size, 1), transposed=True)
     expert = gated_mlp(config, spec, options, "mlp.shared_expert.", width)
