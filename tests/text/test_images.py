@@ -63,10 +63,6 @@ def file_of(height: int, width: int, kind: str = "png", **arguments: Any) -> byt
     return file.getvalue()
 
 
-def uri_of(data: bytes, head: str = "data:image/png;base64,") -> str:
-    return head + base64.b64encode(data).decode()
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_pixels_equal_those_of_the_processor_of_transformers(name: str) -> None:
     image = decoded(golden()[f"{name}.file"].tobytes())
