@@ -40,6 +40,12 @@ from transformers import (
     GlmMoeDsaForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     KimiLinearConfig,
     KimiLinearForCausalLM,
     Llama4ForCausalLM,
@@ -58,6 +64,8 @@ from transformers import (
     Mistral4ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
     Olmo3Config,
     Olmo3ForCausalLM,
     Phi3Config,
@@ -220,6 +228,32 @@ GLM_EXPERTS = {
         "rope_theta": 100.0,
         "partial_rotary_factor": 0.5,
     },
+}
+# Not the factors that the sizes would give.
+GRANITE = TINY | {
+    "pad_token_id": 0,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 1.7,
+}
+# A state is neither square nor as large as a head; an expert is as wide as `intermediate_size`.
+GRANITE_HYBRID = GRANITE | {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 12,
+    "shared_intermediate_size": 24,
+    "intermediate_size": 16,
+    "tie_word_embeddings": True,
+}
+NEMOTRON_H = {name: TINY[name] for name in TINY if name != "num_hidden_layers"} | {
+    "head_dim": 12,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 6,
+    "ssm_state_size": 10,
+    "n_groups": 4,
+    "rescale_prenorm_residual": False,
+    "pad_token_id": 0,
 }
 MODELS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig]] = {
     "llama": (
@@ -621,6 +655,24 @@ MODELS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig]] = {
             rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
         ),
     ),
+    "granite": (
+        GraniteForCausalLM,
+        GraniteConfig(
+            **GRANITE,
+            num_hidden_layers=2,
+            rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+        ),
+    ),
+    "granite_moe": (
+        GraniteMoeForCausalLM,
+        GraniteMoeConfig(
+            **GRANITE | {"intermediate_size": 16},
+            num_hidden_layers=2,
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+        ),
+    ),
     # States and latents; forget rates by channel.
     "kimi_linear": (
         KimiLinearForCausalLM,
@@ -638,6 +690,51 @@ MODELS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig]] = {
             num_local_experts=7,
             num_experts_per_tok=2,
             rms_norm_eps=1e-4,
+        ),
+    ),
+    # State space models, from here on. One group, which chips share.
+    "granite_hybrid": (
+        GraniteMoeHybridForCausalLM,
+        GraniteMoeHybridConfig(
+            **GRANITE_HYBRID,
+            num_hidden_layers=5,
+            layer_types=["mamba", "mamba", "attention", "mamba", "attention"],
+            num_local_experts=5,
+            num_experts_per_tok=2,
+        ),
+    ),
+    # Two groups, a convolution of another size, no experts.
+    "granite_hybrid_dense": (
+        GraniteMoeHybridForCausalLM,
+        GraniteMoeHybridConfig(
+            **GRANITE_HYBRID | {"mamba_n_groups": 2, "mamba_d_conv": 3},
+            num_hidden_layers=4,
+            layer_types=["mamba", "attention", "mamba", "mamba"],
+            num_local_experts=0,
+        ),
+    ),
+    # Layers of one kind each, of all four kinds.
+    "nemotron_h": (
+        NemotronHForCausalLM,
+        NemotronHConfig(
+            **NEMOTRON_H,
+            layers_block_type=["mamba", "moe", "attention", "mamba", "mlp", "moe", "mamba"],
+            n_routed_experts=12,
+            num_experts_per_tok=3,
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=1.5,
+            moe_intermediate_size=16,
+            moe_shared_expert_intermediate_size=24,
+        ),
+    ),
+    # As published earlier: by a pattern, and with a dense layer first.
+    "nemotron_h_dense": (
+        NemotronHForCausalLM,
+        NemotronHConfig(
+            **NEMOTRON_H | {"n_groups": 2},
+            layers_block_type=["mlp", "mamba", "attention", "mlp", "mamba", "mlp"],
+            conv_kernel=3,
         ),
     ),
 }
@@ -659,6 +756,8 @@ def randomise(model: PreTrainedModel) -> None:
             centre = 1.0 if is_factor else 0.0
             weight.data = centre + 0.3 * torch.randn_like(weight)
         if name.endswith("sinks"):
+            weight.data = torch.randn_like(weight)
+        if name.endswith(("mixer.D", "mamba.D")):
             weight.data = torch.randn_like(weight)
         if name.endswith("A_log"):
             weight.data = torch.empty_like(weight).uniform_(0.005, 0.2).log()
@@ -708,7 +807,7 @@ def make(folder: Path, kind: type[PreTrainedModel], config: PretrainedConfig, se
     write_continuation(model, PROMPT_TOKENS, folder / "golden.npz")
     if kind is Qwen3ForCausalLM:
         write_embeddings(model, folder / "embeddings.npz")
-    if hasattr(config, "linear_conv_kernel_dim"):
+    if "linear_attention" in (getattr(config, "layer_types", None) or ()):
         write_continuation(model, LONG_PROMPT_TOKENS, folder / "long.npz")
 
 

@@ -96,7 +96,7 @@ def stored_kv_scales(folder: Path, config: ModelConfig) -> ScalesByHead:
     with TensorFiles(folder) as files:
         for kind, own in zip("kv", scales, strict=True):
             for layer, spec in enumerate(config.layers):
-                if spec.recurrence is None:
+                if spec.has_attention:
                     own[layer] = _stored_scale(files, f".layers.{layer}.self_attn.", kind)
     return ScalesByHead(*scales)
 

@@ -1,7 +1,11 @@
-"""Shapes of layers: latent attention, gated delta nets, experts, quantized weights."""
+"""Shapes of layers: latent attention, recurrences, experts, quantized weights."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
+
+# Elements in the last dimension of a TPU memory tile.
+_LANES = 128
 
 
 @dataclass(frozen=True)
@@ -62,13 +66,59 @@ class GatedDeltaConfig:
         """Return the convolved channels of a key head: query, key and all its value heads."""
         return 2 * self.key_dim + self.group * self.value_dim
 
+    def chip_channels(self, tp_size: int) -> int:
+        """Return the convolved channels of one of `tp_size` chips."""
+        return self.num_key_heads * self.key_head_channels // tp_size
+
     @property
-    def channels(self) -> int:
-        return self.num_key_heads * self.key_head_channels
+    def state_shape(self) -> tuple[int, int, int]:
+        """Return the shape of a recurrent state; chips share the first axis."""
+        return self.num_value_heads, self.key_dim, self.value_dim
 
 
-# Elements in the last dimension of a TPU memory tile.
-_LANES = 128
+@dataclass(frozen=True)
+class StateSpaceConfig:
+    """Sizes of a state space model (see `layers.state_space`), over all chips of a rank."""
+
+    num_groups: int  # of adjacent heads with the same keys (B) and queries (C)
+    num_heads: int  # a multiple of num_groups
+    state_dim: int  # of keys and queries
+    head_dim: int  # of values
+    conv_size: int  # width in tokens of the causal convolution of values, keys and queries
+    has_conv_bias: bool = True
+    min_step: float = 0.0  # limits of a token's step (dt)
+    max_step: float = math.inf
+
+    @property
+    def packed_heads(self) -> int:
+        """Return the number of heads side by side in the last axis of a state.
+
+        Heads smaller than a row of a TPU's memory fill it together.
+        """
+        heads = _LANES // self.head_dim if _LANES % self.head_dim == 0 else 1
+        fills = self.state_dim % _LANES == 0 and self.num_heads // self.num_groups % heads == 0
+        return heads if fills else 1
+
+    def chip_groups(self, tp_size: int) -> int:
+        """Return the groups of one of `tp_size` chips: its own, or a part of one."""
+        return max(self.num_groups // tp_size, 1)
+
+    def chip_channels(self, tp_size: int) -> int:
+        """Return the convolved channels of one of `tp_size` chips."""
+        values = self.num_heads * self.head_dim // tp_size
+        return values + 2 * self.chip_groups(tp_size) * self.state_dim
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Return the shape of a recurrent state; chips share the first axis."""
+        return (
+            self.num_heads // self.packed_heads,
+            self.state_dim,
+            self.packed_heads * self.head_dim,
+        )
+
+
+Recurrence = GatedDeltaConfig | StateSpaceConfig
 
 
 def conv_state_shape(width: int, channels: int) -> tuple[int, int]:

@@ -165,7 +165,7 @@ def _attention(args: Any, got: Any, expected: Any) -> list[_Pair]:
 
 
 def _states(args: Any, got: Any, expected: Any) -> list[_Pair]:
-    batch: StateBatch = args[-1]
+    batch = next(own for own in args if isinstance(own, StateBatch))
     is_decode = jnp.arange(len(batch.q_lens)) < batch.num_decode
     ahead = jnp.arange(1 + batch.max_draft_tokens)
     of_rows = jnp.where(
@@ -243,6 +243,7 @@ _CHECKS: Mapping[str, tuple[tuple[int, int] | None, _Pairs]] = MappingProxyType(
         "multiply_groups": (None, _groups),
         "gated_delta": ((1, 2), _states),
         "causal_conv": ((2, 3), _states),
+        "state_space": ((1, 2), _states),
         "expert_dispatch.choose": (None, _choice),
         "expert_dispatch.sort": (None, _sorted),
         "expert_dispatch.gather": (None, _used_lines),

@@ -19,6 +19,7 @@ from sgl_jax.executor.buckets import Buckets, choose_buckets
 from sgl_jax.executor.device_defaults import resolve_for_device
 from sgl_jax.executor.image_memory import ImageMemory
 from sgl_jax.executor.model_settings import (
+    check_recurrence,
     pool_layout,
     resolve_for_model,
     state_layout,
@@ -29,7 +30,7 @@ from sgl_jax.executor.state_slots import RowStates
 from sgl_jax.executor.step import StepState
 from sgl_jax.kernels.attention.api import check_pages
 from sgl_jax.kernels.attention.cache_dtype import EIGHT_BITS, cache_dtype_name
-from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, check_heads
+from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS
 from sgl_jax.layers.kernels import invariant_kernels, kernels_of
 from sgl_jax.layers.sampling.row_params import packed_width
 from sgl_jax.layers.sampling.sample import BLOCK_ROWS
@@ -83,9 +84,7 @@ class EngineConfig(NamedTuple):
         config = cls(args, platform, model, groups, pool_layouts, states, buckets, placement)
         if args.attention_backend == "pallas":
             check_pages(args.page_size, config.pages_per_row, pool_layouts[0].dtype)
-            if model.recurrence is not None:
-                own = model.recurrence
-                check_heads(own.num_value_heads // args.tp_size, own.key_dim, own.value_dim)
+            check_recurrence(model, args.tp_size)
         return config
 
     @property

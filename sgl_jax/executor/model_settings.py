@@ -5,10 +5,13 @@ import dataclasses
 import jax.numpy as jnp
 
 from sgl_jax.core.engine_sizes import CacheGroup
+from sgl_jax.core.layer_configs import GatedDeltaConfig
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.settings import flag
 from sgl_jax.kernels.attention.cache_dtype import cache_dtype
+from sgl_jax.kernels.gated_delta.batch import check_heads
 from sgl_jax.kernels.latent_attention.latents import latent_row_size
+from sgl_jax.kernels.state_space.api import check_state_space
 from sgl_jax.layers.attention import replicated_kv_heads
 from sgl_jax.mem_cache.device_pool import KVPoolLayout, StatePoolLayout
 from sgl_jax.models.config import ModelConfig
@@ -24,6 +27,15 @@ def check_kv_scales(model: ModelConfig) -> None:
     ):
         if is_so:
             raise ValueError(f"scales of an 8-bit KV cache are not supported for {what}")
+
+
+def check_recurrence(model: ModelConfig, tp_size: int) -> None:
+    """Raise ValueError if the Pallas kernels cannot compute the recurrence of `model`."""
+    own = model.recurrence
+    if isinstance(own, GatedDeltaConfig):
+        check_heads(own.num_value_heads // tp_size, own.key_dim, own.value_dim)
+    elif own is not None:
+        check_state_space(own.num_heads // tp_size, own.state_dim, 2 * own.head_dim)
 
 
 def stores_kv_scales(model: ModelConfig) -> bool:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 
 from sgl_jax.kernels.gated_delta.api import CausalConv, GatedDelta
 from sgl_jax.kernels.gated_delta.batch import DeltaInputs, StateBatch
@@ -27,9 +28,16 @@ from sgl_jax.mem_cache.device_pool import LayerStates
 class DepthwiseConv(nnx.Module):
     """A causal convolution of each channel, then silu."""
 
-    def __init__(self, weight: Source, dtype: jnp.dtype, convolve: CausalConv) -> None:
-        """Declare `weight` [1, K, channels], split over the tensor axis by channels."""
+    def __init__(
+        self,
+        weight: Source,
+        dtype: DTypeLike,
+        convolve: CausalConv,
+        bias: Source | None = None,
+    ) -> None:
+        """Declare `weight` [1, K, channels] and `bias` [channels], split by channels."""
         self.weight = parameter(weight, dtype, None, None, TENSOR_AXIS)
+        self.bias = None if bias is None else parameter(bias, dtype, TENSOR_AXIS)
         self.convolve = convolve
 
     def __call__(
@@ -37,7 +45,8 @@ class DepthwiseConv(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """Map u [T, channels] to (result [T, channels], states); see `CausalConv`."""
         weight = use_weight(self.weight, lambda own: own[0])
-        return self.convolve(u, weight, states, layer, batch)
+        bias = None if self.bias is None else self.bias[...]
+        return self.convolve(u, weight, states, layer, batch, bias)
 
 
 class ChannelGates(nnx.Module):

@@ -215,7 +215,10 @@ class FusedHeads(Source):
 
 @dataclass(frozen=True)
 class HeadRows:
-    """Rows of each head in a tensor: `size` rows, every `step`-th from first + head * stride on."""
+    """Rows of each head in a tensor: `size` rows, every `step`-th from first + head * stride on.
+
+    With `copies`, heads are counted without their copies.
+    """
 
     name: str
     num_rows: int
@@ -224,6 +227,7 @@ class HeadRows:
     size: int
     step: int = 1
     part: MatrixPart | None = None
+    copies: int = 1  # adjacent heads with the same rows
 
     def key(self, prefix: str) -> TensorKey:
         return TensorKey(prefix + self.name, self.part)
@@ -235,10 +239,10 @@ class HeadRows:
 
     def of_heads(self, heads: range, inputs: Index, tensors: Tensors, prefix: str) -> NDArray[Any]:
         """Read adjacent heads' rows of the part `inputs`: [heads, size, *inputs]."""
-        start, stop = (self.first + head * self.stride for head in (heads[0], heads[-1]))
+        starts = [self.first + head // self.copies * self.stride for head in heads]
         span = (self.size - 1) * self.step + 1
-        rows = tensors.read(self.key(prefix), (slice(start, stop + span), *inputs))
-        firsts = range(0, len(heads) * self.stride, self.stride)
+        rows = tensors.read(self.key(prefix), (slice(starts[0], starts[-1] + span), *inputs))
+        firsts = (start - starts[0] for start in starts)
         return np.stack([rows[first : first + span : self.step] for first in firsts])
 
 
@@ -246,7 +250,9 @@ class HeadRows:
 class ByHead(Source):
     """Columns [*inputs, num_heads * width]: for each head, its rows of all parts, side by side.
 
-    The parts' tensors are stored as [rows, *inputs].
+    The parts' tensors are stored as [rows, *inputs]. Where some parts have copies, the mesh has
+    more heads than the checkpoint, and the heads that share these rows share the other parts' rows
+    among them: one chip has one head with all of them.
     """
 
     parts: tuple[HeadRows, ...]
@@ -258,8 +264,21 @@ class ByHead(Source):
         return (*self.inputs, self.num_heads * self.width)
 
     @property
+    def plain_shape(self) -> Shape:
+        return (*self.inputs, self.num_heads // self._copies * sum(self._plain_sizes))
+
+    @property
     def width(self) -> int:
         return sum(part.size for part in self.parts)
+
+    @property
+    def _copies(self) -> int:
+        return max(part.copies for part in self.parts)
+
+    @property
+    def _plain_sizes(self) -> list[int]:
+        """Return the rows of each part of a head on one chip."""
+        return [part.size * self._copies // part.copies for part in self.parts]
 
     def quantized(self, part: MatrixPart) -> Source:
         parts = tuple(replace(rows, part=part) for rows in self.parts)
@@ -275,6 +294,32 @@ class ByHead(Source):
         by_head = np.concatenate(parts, axis=1)
         rows = by_head.reshape(-1, *by_head.shape[2:])[columns.start - heads[0] * self.width :]
         out[...] = np.moveaxis(rows[: columns.stop - columns.start], 0, -1)
+
+    def fit(self, plain: jax.Array) -> jax.Array:
+        apart = plain.reshape(*self.inputs, self.num_heads // self._copies, 1, -1)
+        sizes, ends = self._plain_sizes, np.cumsum(self._plain_sizes)[:-1].tolist()
+        parts = [
+            jnp.repeat(own, self._copies, axis=-2)
+            if part.copies > 1
+            else own.reshape(*own.shape[:-2], self._copies, size // self._copies)
+            for part, own, size in zip(
+                self.parts, jnp.split(apart, ends, axis=-1), sizes, strict=True
+            )
+        ]
+        return jnp.concatenate(parts, axis=-1).reshape(self.shape)
+
+    def plain_places(self) -> Places:
+        apart = np.arange(self.plain_shape[-1]).reshape(self.num_heads // self._copies, -1)
+        places, starts = [], np.cumsum([0, *self._plain_sizes]).tolist()
+        for part, first, end in zip(self.parts, starts, starts[1:], strict=False):
+            own = np.full((len(apart), self._copies, part.size), -1)
+            if part.copies > 1:
+                own[:, 0] = apart[:, first:end]
+            else:
+                own[...] = apart[:, first:end].reshape(own.shape)
+            places.append(own)
+        joined = np.concatenate(places, axis=-1).reshape(-1).astype(np.int32)
+        return *(np.arange(size, dtype=np.int32) for size in self.inputs), joined
 
 
 @dataclass(frozen=True)

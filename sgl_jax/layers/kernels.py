@@ -15,7 +15,7 @@ from sgl_jax.kernels.attention.api import RaggedPagedAttention
 from sgl_jax.kernels.expert_dispatch.interface import XLA_MOVES, DispatchKernels
 from sgl_jax.kernels.gated_delta import xla as xla_gated_delta
 from sgl_jax.kernels.gated_delta.api import CausalConv, GatedDelta
-from sgl_jax.kernels.gated_delta.by_token import gated_delta_by_token
+from sgl_jax.kernels.gated_delta.by_token import recur_by_token
 from sgl_jax.kernels.grouped_matmul.interface import (
     GroupedMatmul,
     blocked_grouped_matmul,
@@ -25,6 +25,8 @@ from sgl_jax.kernels.latent_attention import xla as xla_latent_attention
 from sgl_jax.kernels.latent_attention.interface import PagedLatentAttention
 from sgl_jax.kernels.quantized_matmul.numbers import QuantizedMatmul
 from sgl_jax.kernels.quantized_matmul.xla import cpu_quantized_matmul, xla_quantized_matmul
+from sgl_jax.kernels.state_space import xla as xla_state_space
+from sgl_jax.kernels.state_space.api import StateSpace
 from sgl_jax.layers.qkv_heads import QKVHeads, pallas_qkv_heads, xla_qkv_heads
 
 
@@ -39,6 +41,7 @@ class Kernels(NamedTuple):
     expert_dispatch: DispatchKernels = XLA_MOVES
     gated_delta: GatedDelta = xla_gated_delta.gated_delta
     causal_conv: CausalConv = xla_gated_delta.causal_conv
+    state_space: StateSpace = xla_state_space.state_space
 
 
 _DISPATCH = "expert_dispatch"
@@ -66,7 +69,8 @@ def invariant_kernels(platform: str) -> Kernels:
         attend=partial(xla_attention.ragged_paged_attention, attend=attend),
         attend_latents=partial(xla_latent_attention.latent_attention, attend=attend),
         multiply_groups=blocked_grouped_matmul,
-        gated_delta=gated_delta_by_token,
+        gated_delta=partial(recur_by_token, xla_gated_delta.DELTA_RULE),
+        state_space=partial(recur_by_token, xla_state_space.SPACE_RULE),
     )
 
 
@@ -89,6 +93,7 @@ def kernels_of(platform: str, backend: str) -> Kernels:
     from sgl_jax.kernels.latent_attention import tpu as latent_attention
     from sgl_jax.kernels.pallas_tpu import simulated
     from sgl_jax.kernels.quantized_matmul.tpu import tpu_quantized_matmul
+    from sgl_jax.kernels.state_space import tpu as state_space
 
     kernels = Kernels(
         attention.ragged_paged_attention,
@@ -105,6 +110,7 @@ def kernels_of(platform: str, backend: str) -> Kernels:
         ),
         gated_delta.gated_delta,
         gated_delta.causal_conv,
+        state_space.state_space,
     )
     interpreted: Kernels = jax.tree.map(simulated, kernels)
     return kernels if platform == "tpu" else interpreted

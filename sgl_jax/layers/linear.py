@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -129,16 +130,25 @@ class ExpertLinear(nnx.Module):
 
 
 Activation = Callable[[jax.Array], jax.Array]
+
+
+def relu_squared(x: jax.Array) -> jax.Array:
+    """Return max(x, 0)^2 (arXiv 2109.08668)."""
+    return jnp.square(jax.nn.relu(x))
+
+
 # Keys: names in config files; this gelu is the tanh approximation.
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
-    {"silu": jax.nn.silu, "gelu_pytorch_tanh": jax.nn.gelu}
+    {"silu": jax.nn.silu, "gelu_pytorch_tanh": jax.nn.gelu, "relu2": relu_squared}
 )
 
 
 class GatedMLP(nnx.Module):
-    """down(activation(gate(x)) * up(x)) (arXiv 2002.05202)."""
+    """down(activation(gate(x)) * up(x)) (arXiv 2002.05202), or down(activation(up(x)))."""
 
-    def __init__(self, gate: Linear, up: Linear, down: Linear, activation: Activation) -> None:
+    def __init__(
+        self, gate: Linear | None, up: Linear, down: Linear, activation: Activation
+    ) -> None:
         """Declare the layer; `gate` and `up` are split by their outputs, `down` by its inputs."""
         self.gate = gate
         self.up = up
@@ -154,4 +164,6 @@ class GatedMLP(nnx.Module):
         return self.down.product(self._inner(x))
 
     def _inner(self, x: jax.Array) -> jax.Array:
+        if self.gate is None:
+            return self.activation(self.up(x))
         return self.activation(self.gate(x)) * self.up(x)

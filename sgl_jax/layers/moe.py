@@ -29,7 +29,7 @@ from sgl_jax.kernels.expert_dispatch.lines import (
 )
 from sgl_jax.kernels.expert_dispatch.xla import add_part
 from sgl_jax.layers.layer_weights import use_stacks
-from sgl_jax.layers.linear import ExpertLinear, GatedMLP, Linear
+from sgl_jax.layers.linear import Activation, ExpertLinear, GatedMLP, Linear
 from sgl_jax.layers.mesh_axes import (
     DATA_AXIS,
     MESH_AXES,
@@ -164,7 +164,7 @@ class MixtureOfExperts(nnx.Module):
     def __init__(
         self,
         router: Linear,
-        gate: ExpertLinear,
+        gate: ExpertLinear | None,
         up: ExpertLinear,
         down: ExpertLinear,
         *,
@@ -173,6 +173,7 @@ class MixtureOfExperts(nnx.Module):
         choice_bias: Source | None = None,
         moves: DispatchKernels = XLA_MOVES,
         gated: Gated = silu_gated,
+        activation: Activation = jax.nn.silu,
         shared: SharedExpert | None = None,
         scatters: bool = False,
         weighs_inputs: bool = False,
@@ -183,11 +184,12 @@ class MixtureOfExperts(nnx.Module):
         """Declare the layer.
 
         `router` is [hidden, experts]; `gate` and `up` are transposed, `down` is not. Either all
-        three have biases or none. Their rows may be padded from hidden with zeros. `choice_bias`,
-        [experts], is added to the router's scores only for the choice. `scatters`: each chip gets
-        its share of the tokens' sums. `weighs_inputs`: weights multiply experts' inputs, not their
-        results. `input_norm` normalises experts' inputs if they have another norm than the router.
-        `router_scale` multiplies the router's inputs, `expert_scales`, [experts], its weights.
+        three have biases or none; without `gate`, `activation` is in place of `gated`. Their rows
+        may be padded from hidden with zeros. `choice_bias`, [experts], is added to the router's
+        scores only for the choice. `scatters`: each chip gets its share of the tokens' sums.
+        `weighs_inputs`: weights multiply experts' inputs, not their results. `input_norm`
+        normalises experts' inputs if they have another norm than the router. `router_scale`
+        multiplies the router's inputs, `expert_scales`, [experts], its weights.
         """
         self.router = router
         self.gate = gate
@@ -198,6 +200,7 @@ class MixtureOfExperts(nnx.Module):
         self.choice_bias = None if choice_bias is None else parameter(choice_bias, jnp.float32)
         self.moves = moves
         self.gated = gated
+        self.activation = activation
         self.shared = shared
         self.scatters = scatters
         self.weighs_inputs = weighs_inputs
@@ -265,7 +268,7 @@ class MixtureOfExperts(nnx.Module):
         each rank, not once for each of its experts: up to about top_k chips, this takes no more
         bytes, and the memory does not depend on the router's choice.
         """
-        axes = self.gate.expert_axes
+        axes = self.up.expert_axes
         if axes is None:
             return self._sums(x, weights, experts, jnp.int32(0), self.num_experts)
         num_slots, slots = self.num_experts, experts
@@ -298,13 +301,13 @@ class MixtureOfExperts(nnx.Module):
         self, x: jax.Array, weights: jax.Array, slots: jax.Array, first: jax.Array, num_own: int
     ) -> jax.Array:
         lines, hidden_size = self.moves.sort(slots, first, num_own), x.shape[1]
-        padded = jnp.pad(x, ((0, 0), (0, self.gate.row_size - hidden_size)))
+        padded = jnp.pad(x, ((0, 0), (0, self.up.row_size - hidden_size)))
 
         def results(part: ExpertDispatch) -> jax.Array:
             inner = self._inner(self.moves.gather(padded, part), part)
             return self.down(inner, part.group_sizes)
 
-        axes = self.gate.expert_axes
+        axes = self.up.expert_axes
         num_chips = 1 if axes is None else lax.axis_size(axes)
         size = lines_at_once(len(x), len(slots), num_chips)
         if size == lines.num_lines:
@@ -319,6 +322,8 @@ class MixtureOfExperts(nnx.Module):
     def _inner(self, x: jax.Array, lines: ExpertDispatch) -> jax.Array:
         """Return the inputs [n, width] of the experts' last product for lines x [n, hidden]."""
         sizes = lines.group_sizes
+        if self.gate is None:
+            return self.activation(self.up(x, sizes))
         gate, up = self.gate(x, sizes), self.up(x, sizes)
         if self.gate.bias is not None:
             stops = jnp.cumsum(sizes)

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sgl_jax.core.layer_configs import GatedDeltaConfig, conv_state_shape
+from sgl_jax.core.layer_configs import Recurrence, conv_state_shape
 
 _Tree = TypeVar("_Tree")
 
@@ -106,7 +106,7 @@ class LayerStates(NamedTuple):
     slots are contiguous, so slot numbers are local to the rank under shard_map."""
 
     conv: Any  # [layers, slots, rows, row size], last K - 1 inputs of the convolution
-    recurrent: Any  # [layers, slots, value_heads, key_dim, value_dim]
+    recurrent: Any  # [layers, slots, *state_shape] of the layers' config
 
     def copied(self, source: jax.Array, target: jax.Array) -> "LayerStates":
         """Copy slot `source`, int32[], to slot `target`, int32[], in all layers."""
@@ -127,22 +127,20 @@ class StatePoolLayout(NamedTuple):
     """The contents of one slot, over all chips of a rank."""
 
     num_layers: int
-    recurrence: GatedDeltaConfig  # config of each recurrent layer
+    recurrence: Recurrence  # config of each recurrent layer
     conv_dtype: jnp.dtype  # dtype of convolution states and activations
     dtype: jnp.dtype  # dtype of recurrent states
 
     def slot_shapes(self, tp_size: int) -> LayerStates:
         """Return one layer's shapes: the parts of `tp_size` chips, one after another."""
         own = self.recurrence
-        rows, row_size = conv_state_shape(own.conv_size, own.channels // tp_size)
-        return LayerStates(
-            (tp_size * rows, row_size), (own.num_value_heads, own.key_dim, own.value_dim)
-        )
+        rows, row_size = conv_state_shape(own.conv_size, own.chip_channels(tp_size))
+        return LayerStates((tp_size * rows, row_size), own.state_shape)
 
     @property
     def chip_views(self) -> LayerStates:
         own = self.recurrence
-        matrix = ChipView(1, 1, own.key_dim * own.value_dim)
+        matrix = ChipView(1, 1, math.prod(own.state_shape[1:]))
         return LayerStates(ChipView(own.conv_size - 1, 1, 1), matrix)
 
     @property

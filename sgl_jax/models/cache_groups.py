@@ -12,12 +12,12 @@ def group_layers(specs: Sequence[LayerSpec]) -> tuple[CacheGroup, ...]:
 
     Full attention comes first, then windows from wide to narrow, then recurrent layers. Groups with
     equally many layers of like heads share a pool; the first group has the first pool. States have
-    a separate pool. Layers that read another layer's cache are in no group.
+    a separate pool. Layers that read another layer's cache, or none, are in no group.
     """
     by_window: dict[int | None, list[int]] = {}
     recurrent = tuple(layer for layer, spec in enumerate(specs) if spec.recurrence)
     for layer, spec in enumerate(specs):
-        if spec.recurrence is None and spec.cache_source is None:
+        if spec.has_attention and spec.cache_source is None:
             by_window.setdefault(spec.sliding_window, []).append(layer)
     windows = sorted(by_window, key=lambda w: -math.inf if w is None else -w)
     pages = {w: (len(own), specs[own[0]].heads) for w, own in by_window.items()}
@@ -34,11 +34,16 @@ def group_layers(specs: Sequence[LayerSpec]) -> tuple[CacheGroup, ...]:
 def cache_places(
     specs: Sequence[LayerSpec], groups: Sequence[CacheGroup]
 ) -> tuple[tuple[int, int], ...]:
-    """Return each layer's group, and its place, or its source's, among the group's layers."""
+    """Return each layer's group, and its place, or its source's, among the group's layers.
+
+    Layers without a cache get a place that is not read.
+    """
     places = {
         layer: (number, place)
         for number, group in enumerate(groups)
         for place, layer in enumerate(group.layers)
     }
     sources = (spec.cache_source for spec in specs)
-    return tuple(places[n if source is None else source] for n, source in enumerate(sources))
+    return tuple(
+        places.get(n if source is None else source, (0, 0)) for n, source in enumerate(sources)
+    )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sgl_jax.core.engine_sizes import CacheGroup
-from sgl_jax.core.layer_configs import GatedDeltaConfig, LatentConfig
+from sgl_jax.core.layer_configs import LatentConfig, Recurrence
 from sgl_jax.models.cache_groups import cache_places, group_layers
 from sgl_jax.models.config_defaults import (
     architecture_name,
@@ -19,6 +19,7 @@ from sgl_jax.models.config_defaults import (
     completed,
     has_head_sizes_by_layer,
     has_latents,
+    has_multipliers,
     is_hybrid,
     renamed,
 )
@@ -54,8 +55,9 @@ __all__ = [
     "RopeConfig",
 ]
 
-Activation = Literal["silu", "gelu_pytorch_tanh"]
+Activation = Literal["silu", "gelu_pytorch_tanh", "relu2"]
 _ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_pytorch_tanh")
+_UNGATED = ("NemotronHForCausalLM",)  # feed-forward layers without gates, with relu2
 _WITH_MXFP4 = ("GptOssForCausalLM",)
 _NO_PADDING = -1  # some old models write it for "none"
 
@@ -92,6 +94,9 @@ class ModelConfig:
     eagle3: "Eagle3Head | None" = None  # the head that has `draft_layer`
     per_layer_embeddings: PerLayerEmbeddings | None = None
     vision: VisionConfig | None = None  # None if no images are served
+    embedding_scale: float = 1.0  # factors of embeddings, ...
+    residual_scale: float = 1.0  # ... of each term of a residual sum, ...
+    logit_scale: float = 1.0  # ... and of logits
 
     @property
     def num_layers(self) -> int:
@@ -104,7 +109,7 @@ class ModelConfig:
     @property
     def num_attention_layers(self) -> int:
         """Return the number of layers that read KV, including the draft layer."""
-        return sum(spec.recurrence is None for spec in self.all_layers)
+        return sum(spec.has_attention for spec in self.all_layers)
 
     def of_layer(self, spec: LayerSpec) -> "ModelConfig":
         """Return the config with the sizes of a layer in place of the model's."""
@@ -129,7 +134,7 @@ class ModelConfig:
         return next((spec.moe for spec in self.layers if spec.moe), None)
 
     @property
-    def recurrence(self) -> GatedDeltaConfig | None:
+    def recurrence(self) -> Recurrence | None:
         return next((spec.recurrence for spec in self.layers if spec.recurrence), None)
 
     @property
@@ -162,9 +167,7 @@ class ModelConfig:
                 f"{self.architecture} has no draft layer for --speculative-algorithm MTP: models "
                 f"of {', '.join(sorted(DRAFT_NAMES))} may have one; NGRAM drafts for any model"
             )
-        like = [
-            spec for spec in self.layers if spec.recurrence is None and spec.sliding_window is None
-        ]
+        like = [spec for spec in self.layers if spec.has_attention and spec.sliding_window is None]
         rules = LayerRules(self.quantization, self.draft_names.layer)
         return replace(self, draft_layer=replace(like[-1], rules=rules))
 
@@ -270,6 +273,9 @@ class ModelConfig:
             layers=_layers(raw, head_dim, max_positions, quantization),
             brings_draft_layer=raw.get("num_nextn_predict_layers") != 0,
             per_layer_embeddings=read_per_layer_embeddings(raw),
+            embedding_scale=_multiplier(raw, "embedding_multiplier"),
+            residual_scale=_multiplier(raw, "residual_multiplier"),
+            logit_scale=1.0 / _multiplier(raw, "logits_scaling"),
         )
 
 
@@ -319,12 +325,18 @@ def _layers(
                     f"{name.removesuffix('s')} must have a number for each of the "
                     f"{rope.num_dims(head_dim) // 2} rotated pairs of a head, got {len(factors)}"
                 )
-    if all(spec.recurrence for spec in layers):
+    if not any(spec.has_attention for spec in layers):
         raise ModelConfigError("layer_types must name a full_attention layer")
     return layers
 
 
+def _multiplier(raw: Mapping[str, Any], name: str) -> float:
+    return positive_float(raw, name, default=1.0) if has_multipliers(raw) else 1.0
+
+
 def _score_scale(raw: Mapping[str, Any], head_dim: int) -> float:
+    if has_multipliers(raw):
+        return _multiplier(raw, "attention_multiplier")
     usual = 1 if has_head_sizes_by_layer(raw) else head_dim
     scale: float = positive_float(raw, "query_pre_attn_scalar", default=usual) ** -0.5
     return scale * score_factor(raw) if has_latents(raw) else scale
@@ -349,9 +361,9 @@ def _activation(raw: Mapping[str, Any]) -> Activation:
     # Gemma names it hidden_activation.
     name = "hidden_act" if raw.get("hidden_activation") is None else "hidden_activation"
     value: Activation = raw.get(name) or "silu"
-    if value not in _ACTIVATIONS:
-        known = ", ".join(_ACTIVATIONS)
-        raise ModelConfigError(f"{name} must be one of {known}, got {value!r}")
+    allowed = ("relu2",) if architecture_name(raw) in _UNGATED else _ACTIVATIONS
+    if value not in allowed:
+        raise ModelConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
     return value
 
 

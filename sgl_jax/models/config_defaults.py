@@ -9,6 +9,17 @@ from typing import Any
 
 from sgl_jax.models.config_fields import ModelConfigError, required
 from sgl_jax.models.kimi_linear_config import KIMI_LINEAR, usual_fields
+from sgl_jax.models.recurrent_defaults import (
+    GRANITE,
+    GRANITE_HYBRID,
+    GRANITE_MOE,
+    HYBRID,
+    NEMOTRON_H,
+    QWEN3_5_MOE,
+    QWEN3_NEXT,
+    RECURRENT_ALIASES,
+    single_parts,
+)
 
 # If windows are switched on, the layers before `max_window_layers` have none.
 _QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
@@ -76,26 +87,6 @@ _GPT_OSS = {
     "swiglu_alpha": 1.702,
     "swiglu_limit": 7.0,
 }
-_HYBRID = {
-    "attn_output_gate": True,
-    "full_attention_interval": 4,
-    "head_dim": 256,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_value_head_dim": 128,
-    "partial_rotary_factor": 0.25,
-    "rms_norm_eps": 1e-6,
-}
-_QWEN3_NEXT = _HYBRID | {
-    "moe_intermediate_size": 512,
-    "norm_topk_prob": True,  # Qwen3.5 has no such field: its router always normalises
-    "num_experts": 512,
-    "num_experts_per_tok": 10,
-    "shared_expert_intermediate_size": 512,
-}
-_QWEN3_5_MOE = _QWEN3_NEXT | {"num_experts": 256, "num_experts_per_tok": 8}
 _DEEPSEEK = {
     "kv_lora_rank": 512,
     "q_lora_rank": 1536,
@@ -233,6 +224,7 @@ _LLAMA4 = {
 # Other names of fields, by architecture.
 _ALIASES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
+        **RECURRENT_ALIASES,
         "Gemma4ForCausalLM": {"num_experts_per_tok": "top_k_experts"},
         "Gemma4ForConditionalGeneration": {"num_experts_per_tok": "top_k_experts"},
         "GptOssForCausalLM": {"moe_intermediate_size": "intermediate_size"},
@@ -242,9 +234,6 @@ _ALIASES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "intermediate_size": "intermediate_size_mlp",  # of layers without experts
         },
         "MiniMaxM2ForCausalLM": {"moe_intermediate_size": "intermediate_size"},
-        # All layers have experts.
-        "Qwen3_5MoeForCausalLM": {"intermediate_size": "moe_intermediate_size"},
-        "Qwen3_5MoeForConditionalGeneration": {"intermediate_size": "moe_intermediate_size"},
     }
 )
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
@@ -259,6 +248,9 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "Glm4MoeForCausalLM": _GLM4_MOE,
         "GlmMoeDsaForCausalLM": _GLM_MOE_DSA,
         "GptOssForCausalLM": _GPT_OSS,
+        "GraniteForCausalLM": GRANITE,
+        "GraniteMoeForCausalLM": GRANITE_MOE,
+        "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,
         "KimiLinearForCausalLM": KIMI_LINEAR,
         "Llama4ForCausalLM": _LLAMA4,
         "MiniMaxM2ForCausalLM": _MINIMAX_M2,
@@ -266,17 +258,18 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "MinistralForCausalLM": {"sliding_window": 4096},
         "Mistral4ForCausalLM": _MISTRAL4,
         "MistralForCausalLM": {"sliding_window": 4096},
+        "NemotronHForCausalLM": NEMOTRON_H,
         "Olmo3ForCausalLM": _OLMO3,
         "Phi3ForCausalLM": _PHI3,
         "Qwen2ForCausalLM": _QWEN,
         "Qwen3ForCausalLM": _QWEN,
         "Qwen3MoeForCausalLM": _QWEN,
-        "Qwen3NextForCausalLM": _QWEN3_NEXT,
+        "Qwen3NextForCausalLM": QWEN3_NEXT,
         "Qwen3VLMoeForConditionalGeneration": {"norm_topk_prob": True},
-        "Qwen3_5ForCausalLM": _HYBRID,
-        "Qwen3_5ForConditionalGeneration": _HYBRID,
-        "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
-        "Qwen3_5MoeForConditionalGeneration": _QWEN3_5_MOE,
+        "Qwen3_5ForCausalLM": HYBRID,
+        "Qwen3_5ForConditionalGeneration": HYBRID,
+        "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,
+        "Qwen3_5MoeForConditionalGeneration": QWEN3_5_MOE,
         "SeedOssForCausalLM": _SEED_OSS,
         "SmolLM3ForCausalLM": _SMOLLM3,
     }
@@ -351,6 +344,8 @@ def completed(raw: Mapping[str, Any]) -> dict[str, Any]:
     given = {**_DEFAULTS.get(text_model, {}), **given}
     for name, alias in _ALIASES.get(text_model, {}).items():
         given[name] = given.get(alias)
+    if has_single_parts(given):
+        given |= single_parts(given)
     return given
 
 
@@ -363,6 +358,22 @@ def renamed(raw: Mapping[str, Any]) -> dict[str, Any]:
 def is_hybrid(raw: Mapping[str, Any]) -> bool:
     """Return True for architectures with recurrent layers."""
     return "linear_conv_kernel_dim" in _DEFAULTS.get(text_architecture(raw), {})
+
+
+def has_state_spaces(raw: Mapping[str, Any]) -> bool:
+    """Return True for architectures with state space layers (Mamba-2)."""
+    defaults = _DEFAULTS.get(text_architecture(raw), {})
+    return "mamba_n_heads" in defaults or "mamba_num_heads" in defaults
+
+
+def has_single_parts(raw: Mapping[str, Any]) -> bool:
+    """Return True for architectures with layers of either attention, recurrence or feed-forward."""
+    return "layers_block_type" in _DEFAULTS.get(text_architecture(raw), {})
+
+
+def has_multipliers(raw: Mapping[str, Any]) -> bool:
+    """Return True for architectures with factors of embeddings, scores, residuals and logits."""
+    return "residual_multiplier" in _DEFAULTS.get(text_architecture(raw), {})
 
 
 def rotates_partly(raw: Mapping[str, Any]) -> bool:

@@ -38,7 +38,7 @@ from sgl_jax.layers.sampling.split_logits import SplitLogits
 from sgl_jax.layers.sources import Padded, Source, Tensor, row_size
 from sgl_jax.mem_cache.device_pool import LayerStates
 from sgl_jax.models.config import LayerSpec, ModelConfig
-from sgl_jax.models.decoder_layer import DecoderLayer
+from sgl_jax.models.decoder_layer import DecoderLayer, scaled
 from sgl_jax.models.drafter import Drafter
 from sgl_jax.models.expert_placement import ExpertPlacement
 from sgl_jax.models.image_tokens import ImageTokens
@@ -127,6 +127,8 @@ class Architecture(NamedTuple):
     scales_embedding: bool = False  # by the square root of the hidden size
     body: str = "model."  # prefix of all tensors except the head's
     head: str = "lm_head"
+    embeddings: str = "embed_tokens"
+    last_norm: str = "norm"
     vision: str = ""  # prefix of the tensors of a tower like Qwen3-VL's; "": it has none
     spare_prefixes: tuple[str, ...] = ()  # prefixes of tensors that no parameter needs
     has_further_layers: bool = False  # the checkpoint's layers after the last are not read
@@ -138,7 +140,7 @@ class Architecture(NamedTuple):
 
     @property
     def embeddings_tensor(self) -> str:
-        return f"{self.body}embed_tokens.weight"
+        return f"{self.body}{self.embeddings}.weight"
 
     @property
     def head_tensor(self) -> str:
@@ -187,7 +189,7 @@ class CausalLM(nnx.Module):
         head = Tensor(architecture.head_tensor, (hidden, vocab), transposed=True)
         self.embedding = Embedding(table, vocab, hidden, dtype, is_head=tied)
         self.per_layer = architecture.declare_per_layer_embedding(config, options, body)
-        norm = Tensor(f"{body}norm.weight", (hidden,))
+        norm = Tensor(f"{body}{architecture.last_norm}.weight", (hidden,))
         self.norm = RMSNorm(norm, config.rms_norm_eps, dtype, from_one=architecture.norms_from_one)
         self.lm_head = None if tied else LMHead(Padded(head, rows, axis=1), vocab, dtype)
         vision = config.vision
@@ -321,7 +323,7 @@ class CausalLM(nnx.Module):
 
     def _scaled(self, vectors: jax.Array) -> jax.Array:
         if not self.architecture.scales_embedding:
-            return vectors
+            return scaled(vectors, self.config.embedding_scale)
         # The factor has the model's dtype.
         return vectors * jnp.asarray(self.config.hidden_size**0.5, vectors.dtype)
 
@@ -392,10 +394,9 @@ class CausalLM(nnx.Module):
     def logits(self, hidden: jax.Array) -> SplitLogits:
         """Map hidden [n, hidden_size] to logits of this chip's slice of the vocabulary."""
         head = self.embedding if self.lm_head is None else self.lm_head
-        logits, cap = head.logits(hidden), self.config.logit_soft_cap
-        if cap is None:
-            return logits
-        return logits._replace(columns=cap * jnp.tanh(logits.columns / cap))
+        config, logits = self.config, head.logits(hidden)
+        columns, cap = scaled(logits.columns, config.logit_scale), config.logit_soft_cap
+        return logits._replace(columns=columns if cap is None else cap * jnp.tanh(columns / cap))
 
     def draft_logits(self, hidden: jax.Array) -> SplitLogits:
         """Compute logits from the draft layer's hidden states [n, hidden_size]."""

@@ -36,7 +36,7 @@ def kimi_linear_layer(config: ModelConfig, spec: LayerSpec, options: BuildOption
     return DecoderLayer(
         own_norm("input_layernorm"),
         delta_attention(config, spec, spec.recurrence, options)
-        if spec.recurrence
+        if isinstance(spec.recurrence, GatedDeltaConfig)
         else latent_attention(config, spec, options),
         own_norm("post_attention_layernorm"),
         mixture_of_experts(config, spec, spec.moe, options, _EXPERTS)

@@ -66,6 +66,31 @@ _GLM4_MOE = (
 _MINIMAX_M2 = _EXPERTS | _names(
     "num_local_experts partial_rotary_factor rotary_dim scoring_func use_routing_bias"
 )
+_GRANITE = _names("attention_multiplier embedding_multiplier logits_scaling residual_multiplier")
+_GRANITE_MOE = _GRANITE | _EXPERTS | {"num_local_experts"}
+_STATE_SPACE = _names(
+    """mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_state mamba_n_groups mamba_n_heads
+    time_step_limit"""
+)
+_GRANITE_HYBRID = (
+    _GRANITE_MOE
+    | _STATE_SPACE
+    | _names(
+        """layer_types mamba_expand position_embedding_type shared_expert_intermediate_size
+        shared_intermediate_size"""
+    )
+)
+_NEMOTRON_H = (
+    _EXPERTS
+    | _STATE_SPACE
+    | _names(
+        """conv_kernel hybrid_override_pattern layer_norm_epsilon layer_types layers_block_type
+        mamba_head_dim mamba_num_heads mlp_hidden_act moe_shared_expert_intermediate_size n_group
+        n_groups n_routed_experts n_shared_experts routed_scaling_factor scoring_func
+        shared_expert_intermediate_size ssm_state_size time_step_min topk_group topk_method
+        use_conv_bias"""
+    )
+)
 _HYBRID_MOE = _HYBRID | _QWEN3_MOE | {"shared_expert_intermediate_size"}
 _DEEPSEEK = (
     _EXPERTS
@@ -110,6 +135,9 @@ _FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
         "Glm4MoeForCausalLM": _GLM4_MOE,
         "GlmMoeDsaForCausalLM": _DEEPSEEK | _INDEXER,
         "GptOssForCausalLM": _WINDOWS | _GPT_OSS,
+        "GraniteForCausalLM": _GRANITE,
+        "GraniteMoeForCausalLM": _GRANITE_MOE,
+        "GraniteMoeHybridForCausalLM": _GRANITE_HYBRID,
         "KimiLinearForCausalLM": frozenset(KIMI_LINEAR_FIELDS),
         "Llama4ForCausalLM": _LLAMA4,
         "Llama4ForConditionalGeneration": _LLAMA4,
@@ -120,6 +148,7 @@ _FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
         "Mistral3ForConditionalGeneration": _WINDOWS,
         "Mistral4ForCausalLM": _DEEPSEEK | {"partial_rotary_factor"},
         "MistralForCausalLM": _WINDOWS,
+        "NemotronHForCausalLM": _NEMOTRON_H,
         "Olmo3ForCausalLM": _WINDOWS,
         "Phi3ForCausalLM": _PHI3,
         "Qwen2ForCausalLM": _WINDOWS,
@@ -170,6 +199,13 @@ _IGNORED_OF: Mapping[str, frozenset[str]] = MappingProxyType(
         "MiniMaxM2ForCausalLM": _names(
             "mlp_intermediate_size num_mtp_modules shared_moe_mode use_mtp"
         ),
+        "GraniteMoeHybridForCausalLM": _names("init_method mamba_chunk_size"),
+        # `expand` gives no size: heads do. The `time_step_*` are of initial weights.
+        "NemotronHForCausalLM": _names(
+            """attention_head_dim chunk_size expand moe_shared_expert_overlap
+            num_nextn_predict_layers rescale_prenorm_residual time_step_floor time_step_max
+            time_step_rank use_mamba_kernels"""
+        ),
         "SmolLM3ForCausalLM": _names("max_window_layers"),
     }
 )
@@ -186,8 +222,11 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "is_causal": (True,),
         "logit_scale": (1,),
         "logits_scaling": (1,),
+        "mamba_hidden_act": ("silu",),
+        "mamba_ssm_cache_dtype": ("float32",),
         "mamba_ssm_dtype": ("float32",),
         "moe_layer_freq": (1,),
+        "normalization_function": ("rmsnorm",),
         "n_group": (1,),
         "output_gate_type": ("silu", "swish"),  # of gated delta nets
         "partial_rotary_factor": (1,),

@@ -19,7 +19,7 @@ def layer_reads(
     batches: Sequence[AttentionBatch],
     state_batch: StateBatch | None,
 ) -> list[tuple[Any, ...]]:
-    """Return each layer's rotation and batch, or its `StateBatch` if it is a recurrence.
+    """Return each layer's rotation and batch, its `StateBatch` if it is a recurrence, or nothing.
 
     `groups` are the layers' cache groups, and `batches` those of each group. `positions` are as in
     `rotation_of`.
@@ -29,6 +29,9 @@ def layer_reads(
     for spec, group in zip(config.layers, groups, strict=False):
         if spec.recurrence:
             reads.append((state_batch,))
+            continue
+        if not spec.mixes_tokens:
+            reads.append(())
             continue
         key = spec.rope, spec.query_scale, spec.heads
         if key not in rotations:

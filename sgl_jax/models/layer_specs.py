@@ -5,14 +5,23 @@ These fields were renamed over the years; each spelling is read.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
-from sgl_jax.core.layer_configs import GatedDeltaConfig, IndexerConfig, LatentConfig
+from sgl_jax.core.layer_configs import (
+    GatedDeltaConfig,
+    IndexerConfig,
+    LatentConfig,
+    Recurrence,
+    StateSpaceConfig,
+)
 from sgl_jax.models.config_defaults import (
     has_chunks,
     has_head_sizes_by_layer,
     has_indexer,
     has_latents,
+    has_single_parts,
+    has_state_spaces,
     is_hybrid,
     leaves_layers_unrotated,
 )
@@ -32,9 +41,12 @@ from sgl_jax.models.moe_config import MoeConfig, read_moe
 from sgl_jax.models.quantization import LayerRules
 from sgl_jax.models.rope_config import (
     CHUNKED,
+    EXPERTS,
+    FEEDING,
     FULL,
     LINEAR,
     SLIDING,
+    UNROTATED,
     LayerKind,
     QueryScale,
     RopeConfig,
@@ -42,6 +54,7 @@ from sgl_jax.models.rope_config import (
     read_rope,
     read_unrotated_query_scale,
 )
+from sgl_jax.models.state_space_config import read_state_space
 
 
 @dataclass(frozen=True)
@@ -51,7 +64,7 @@ class LayerSpec:
     rope: RopeConfig | None  # None: a recurrence, or attention without rotation
     sliding_window: int | None  # None: attention to all tokens, or a recurrence
     moe: MoeConfig | None  # None: a dense feed-forward layer
-    recurrence: GatedDeltaConfig | None = None  # None: attention
+    recurrence: Recurrence | None = None  # None: attention, or neither
     latent: LatentConfig | None = None  # None: no latent attention
     query_scale: QueryScale | None = None  # None: queries do not depend on positions
     # Attention is to the tokens since the last multiple of `sliding_window`.
@@ -60,8 +73,21 @@ class LayerSpec:
     values_are_keys: bool = False  # the keys' projection gives values, too
     cache_source: int | None = None  # reads the cache of this layer; None: has a cache
     mlp_width: int | None = None  # of the dense feed-forward layer; None: the model's
+    mixes_tokens: bool = True  # False: a feed-forward layer alone, without a cache
     # Layers with equal specifications may have unlike rules: `scan_segments.layer_kinds`.
     rules: LayerRules = field(default=LayerRules(), compare=False)
+
+    @property
+    def has_attention(self) -> bool:
+        return self.mixes_tokens and self.recurrence is None
+
+    @property
+    def gated_delta(self) -> GatedDeltaConfig | None:
+        return self.recurrence if isinstance(self.recurrence, GatedDeltaConfig) else None
+
+    @property
+    def state_space(self) -> StateSpaceConfig | None:
+        return self.recurrence if isinstance(self.recurrence, StateSpaceConfig) else None
 
 
 def read_layers(raw: Mapping[str, Any], max_positions: int) -> tuple[LayerSpec, ...]:
@@ -77,14 +103,14 @@ def read_layers(raw: Mapping[str, Any], max_positions: int) -> tuple[LayerSpec, 
     head_sizes, sources = read_head_sizes(raw, kinds), read_cache_sources(raw, kinds)
     is_wide, k_is_v = (switch(raw, name) for name in ("use_double_wide_mlp", "attention_k_eq_v"))
     wide = 2 * positive_int(raw, "intermediate_size") if is_wide else None
-    ropes = {kind: read_rope(raw, kind, max_positions) for kind in sorted(set(kinds) - {LINEAR})}
+    ropes = {kind: read_rope(raw, kind, max_positions) for kind in sorted(set(kinds) - UNROTATED)}
     windows = _windows(raw, kinds, max_positions)
     moe, recurrence = read_moe(raw), _recurrence(raw) if LINEAR in kinds else None
     latent = read_latent(raw) if has_latents(raw) else None
     query_scale = read_query_scale(raw, max_positions)
     unrotated_query_scale = read_unrotated_query_scale(raw)
     is_rotated = _rotated_layers(raw, num_layers)
-    is_sparse = [False] * num_layers if moe is None else _sparse_layers(raw, num_layers)
+    is_sparse = [False] * num_layers if moe is None else _sparse_layers(raw, kinds)
     return tuple(
         LayerSpec(
             rope=ropes.get(kind) if rotated else None,
@@ -98,6 +124,7 @@ def read_layers(raw: Mapping[str, Any], max_positions: int) -> tuple[LayerSpec, 
             values_are_keys=k_is_v and kind == FULL,
             cache_source=source,
             mlp_width=None if source is None else wide,
+            mixes_tokens=kind not in FEEDING,
         )
         for kind, rotated, sparse, heads, source in zip(
             kinds, is_rotated, is_sparse, head_sizes, sources, strict=True
@@ -124,6 +151,10 @@ def _windows(
     return {kind: size for kind, size in sizes.items() if size < max_positions}
 
 
+# Names of kinds in earlier versions of transformers.
+_EARLIER_NAMES: Mapping[str, LayerKind] = MappingProxyType({"mamba": LINEAR, "attention": FULL})
+
+
 def _layer_kinds(raw: Mapping[str, Any], num_layers: int) -> list[LayerKind]:
     """Return each layer's kind from the fields that specify it.
 
@@ -135,12 +166,14 @@ def _layer_kinds(raw: Mapping[str, Any], num_layers: int) -> list[LayerKind]:
     if has_indexer(raw):
         return [FULL] * num_layers
     if kinds is not None:
-        known = (FULL, _local_kind(raw))
+        known = (FULL, _local_kind(raw), *(sorted(FEEDING) if has_single_parts(raw) else ()))
         if not isinstance(kinds, list) or len(kinds) != num_layers:
             raise ModelConfigError(
                 f"layer_types must be a list of {num_layers} names (num_hidden_layers), got "
                 f"{kinds!r}"
             )
+        if has_state_spaces(raw):
+            kinds = [_EARLIER_NAMES.get(kind, kind) for kind in kinds]
         for kind in kinds:
             if kind not in known:
                 raise ModelConfigError(
@@ -171,11 +204,18 @@ def _local_kind(raw: Mapping[str, Any]) -> LayerKind:
     """Return the kind of a model's layers that are not full attention."""
     if has_chunks(raw):
         return CHUNKED
-    return LINEAR if is_hybrid(raw) else SLIDING
+    return LINEAR if is_hybrid(raw) or has_state_spaces(raw) else SLIDING
 
 
 def _rotated_layers(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
     """Return which layers rotate queries and keys, from a list of 0 and 1 or from a period."""
+    if has_state_spaces(raw):
+        kind = raw.get("position_embedding_type")
+        if kind not in (None, "nope", "rope"):
+            raise ModelConfigError(
+                f"position_embedding_type must be one of nope, rope, got {kind!r}"
+            )
+        return [kind == "rope"] * num_layers
     if not leaves_layers_unrotated(raw):
         return [True] * num_layers
     listed = raw.get("no_rope_layers")
@@ -225,7 +265,11 @@ def _indexer(raw: Mapping[str, Any], rope_dim: int) -> IndexerConfig:
     return own
 
 
-def _recurrence(raw: Mapping[str, Any]) -> GatedDeltaConfig:
+def _recurrence(raw: Mapping[str, Any]) -> Recurrence:
+    return read_state_space(raw) if has_state_spaces(raw) else _gated_delta(raw)
+
+
+def _gated_delta(raw: Mapping[str, Any]) -> GatedDeltaConfig:
     key_heads = positive_int(raw, "linear_num_key_heads")
     value_heads = positive_int(raw, "linear_num_value_heads")
     if value_heads % key_heads:
@@ -246,13 +290,16 @@ def _recurrence(raw: Mapping[str, Any]) -> GatedDeltaConfig:
     )
 
 
-def _sparse_layers(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
+def _sparse_layers(raw: Mapping[str, Any], kinds: Sequence[LayerKind]) -> list[bool]:
     """Return which layers have experts: every `decoder_sparse_step`-th except `mlp_only_layers`.
 
     Llama 4 lists them in `moe_layers`, or they are every `interleave_moe_layer_step`-th.
     With `n_routed_experts`, all layers after the first `first_k_dense_replace` have experts, or
-    those that `mlp_layer_types` names "sparse".
+    those that `mlp_layer_types` names "sparse". Where a layer has a single part, its kind says it.
     """
+    num_layers = len(kinds)
+    if has_single_parts(raw):
+        return [kind == EXPERTS for kind in kinds]
     if raw.get("mlp_layer_types") is not None:
         return _typed(raw["mlp_layer_types"], num_layers)
     if raw.get("n_routed_experts") is not None:

@@ -3,7 +3,7 @@
 OLMo 3's layer has the same parts, with norms in other places.
 """
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from sgl_jax.kernels.attention.batch import ScoreOptions
 from sgl_jax.layers.attention import Attention, replicated_kv_heads
@@ -27,6 +27,18 @@ from sgl_jax.models.projections import linear
 
 # The norm of queries and keys: of each head, with or without weights, or of all heads together.
 QKNorm = Literal["each_head", "weightless", "all_heads"]
+
+
+class MLPNames(NamedTuple):
+    """Names of the matrices of a dense feed-forward layer, and of the one for both gate and up."""
+
+    gate: str | None = "gate_proj"  # None: it has no gate
+    up: str = "up_proj"
+    down: str = "down_proj"
+    both: str = "gate_up_proj"
+
+
+_MLP_NAMES = MLPNames()
 
 
 def llama_layer(
@@ -96,6 +108,7 @@ def attention(
     sinks: Source | None = None,
     num_inputs: int | None = None,
     normalises_values: bool = False,
+    prefix: str = "self_attn.",
 ) -> Attention:
     """Declare the attention of a layer.
 
@@ -104,7 +117,7 @@ def attention(
     norms multiply by 1 + weight. If `fused`, one tensor has the rows of Q, K and V. With
     `pairs_neighbours`, neighbouring dimensions rotate together. `sinks` are [num_heads].
     `num_inputs` is the width of its input; None for the hidden size. `normalises_values` adds a
-    norm without weights.
+    norm without weights. `prefix` is that of the projections' tensors.
 
     Raises ValueError if `tp_size` chips cannot split heads.
     """
@@ -121,13 +134,13 @@ def attention(
     gated, has_bias = config.attention_gate, qkv_bias or config.attention_bias
     names = ("qkv",) if fused else tuple("qkv"[: 1 + heads.num_kv_parts])
     qkv, bias = (
-        FusedHeads(tuple(f"self_attn.{x}_proj.{kind}" for x in names), inputs, heads, gated)
+        FusedHeads(tuple(f"{prefix}{x}_proj.{kind}" for x in names), inputs, heads, gated)
         for kind, inputs in (("weight", (num_inputs or hidden,)), ("bias", ()))
     )
-    output = Tensor("self_attn.o_proj.weight", (width, hidden), transposed=True)
+    output = Tensor(f"{prefix}o_proj.weight", (width, hidden), transposed=True)
     output_bias = None
     if config.attention_output_bias:
-        output_bias = Tensor("self_attn.o_proj.bias", (hidden,))
+        output_bias = Tensor(f"{prefix}o_proj.bias", (hidden,))
     q_norm, k_norm = (
         _heads_norm(qk_norm, x, config, heads, options, from_one=norms_from_one)
         if qk_norm and (x == "q" or heads.num_kv_parts)
@@ -203,6 +216,7 @@ def gated_mlp(
     *,
     fused: bool = False,
     other_prefix: str | None = None,
+    names: MLPNames = _MLP_NAMES,
 ) -> GatedMLP:
     """Declare the feed-forward layer; if `fused`, one tensor has the rows of gate and up.
 
@@ -216,19 +230,20 @@ def gated_mlp(
 
     def matrix(name: str, *shape: int) -> Source:
         own, other = (
-            Tensor(f"{start}{name}_proj.weight", shape, transposed=True)
+            Tensor(f"{start}{name}.weight", shape, transposed=True)
             for start in (prefix, other_prefix)
         )
         return own if other_prefix is None else OneOf(own, other)
 
-    gate, up = matrix("gate", hidden, width), matrix("up", hidden, width)
+    gate = None if names.gate is None else matrix(names.gate, hidden, width)
+    up = matrix(names.up, hidden, width)
     if fused:
-        both = matrix("gate_up", hidden, 2 * width)
+        both = matrix(names.both, hidden, 2 * width)
         gate, up = (Slice(both, 1, first, width) for first in (0, width))
     return GatedMLP(
-        linear(spec, options, gate, "outputs"),
+        None if gate is None else linear(spec, options, gate, "outputs"),
         linear(spec, options, up, "outputs"),
-        linear(spec, options, matrix("down", width, hidden), "inputs"),
+        linear(spec, options, matrix(names.down, width, hidden), "inputs"),
         ACTIVATIONS[config.activation],
     )
 

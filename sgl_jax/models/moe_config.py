@@ -8,6 +8,7 @@ from sgl_jax.core.layer_configs import ExpertChoice
 from sgl_jax.models.config_defaults import (
     has_chunks,
     has_head_sizes_by_layer,
+    has_state_spaces,
     is_hybrid,
     text_architecture,
 )
@@ -50,7 +51,7 @@ def read_moe(raw: Mapping[str, Any]) -> MoeConfig | None:
             raise ModelConfigError("enable_moe_block needs num_experts")
     # transformers 5 writes num_local_experts where earlier versions wrote num_experts.
     count_name = "num_experts" if raw.get("num_experts") is not None else "num_local_experts"
-    if raw.get(count_name) is None:
+    if raw.get(count_name) is None or (raw[count_name] == 0 and has_state_spaces(raw)):
         return None
     num_experts = positive_int(raw, count_name)
     top_k = positive_int(raw, "num_experts_per_tok")
@@ -73,7 +74,7 @@ def read_moe(raw: Mapping[str, Any]) -> MoeConfig | None:
             if is_hybrid(raw) or raw.get("shared_expert_intermediate_size")
             else None
         ),
-        gates_shared=not has_chunks(raw),
+        gates_shared=not (has_chunks(raw) or has_state_spaces(raw)),
         has_choice_bias=switch(raw, "use_routing_bias"),
         weighs_inputs=has_chunks(raw),
     )
@@ -115,7 +116,11 @@ def _deepseek_moe(raw: Mapping[str, Any]) -> MoeConfig:
             scale=positive_float(raw, "routed_scaling_factor", default=1.0),
         ),
         intermediate_size=width,
-        shared_intermediate_size=width * positive_int(raw, "n_shared_experts") if shared else None,
+        shared_intermediate_size=(
+            positive_int(raw, "shared_expert_intermediate_size", default=width * shared)
+            if shared
+            else None
+        ),
         gates_shared=False,
         has_choice_bias=method == "noaux_tc",
     )

@@ -28,7 +28,7 @@ _SMALL = (
     *("per_layer_input_gate", "per_layer_projection"),
 )
 # Prefixes of layers, see `Architecture`. In a model with a text part, files and config may differ.
-_BODIES = ("model", "model.language_model", "language_model.model")
+_BODIES = ("model", "model.language_model", "language_model.model", "backbone")
 _LAYER = re.compile(rf"(?:{'|'.join(map(re.escape, _BODIES))})\.(layers\..*)")
 _EXPERT = re.compile(r"\bexperts\.\d+\.")
 

@@ -4,13 +4,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from sgl_jax.layers.linear import ExpertLinear, Linear
-from sgl_jax.layers.moe import GATED, MixtureOfExperts, SharedExpert
+from sgl_jax.layers.linear import ACTIVATIONS, ExpertLinear, Linear
+from sgl_jax.layers.moe import GATED, MixtureOfExperts, SharedExpert, silu_gated
 from sgl_jax.layers.sources import OneOf, Slice, Source, Stacked, Tensor
 from sgl_jax.models.config import LayerSpec, ModelConfig, ModelConfigError, MoeConfig
 from sgl_jax.models.decoder import Architecture, BuildOptions
 from sgl_jax.models.decoder_layer import DecoderLayer
-from sgl_jax.models.llama import gated_mlp, llama_layer, require_divisible
+from sgl_jax.models.llama import MLPNames, gated_mlp, llama_layer, require_divisible
 from sgl_jax.models.projections import quantization_of
 
 qwen3_layer = partial(llama_layer, qk_norm="each_head")
@@ -27,12 +27,14 @@ class ExpertNames(NamedTuple):
     """
 
     block: str = "mlp."
-    gate: str = "gate_proj"
+    gate: str | None = "gate_proj"  # None: experts have no gates
     up: str = "up_proj"
     down: str = "down_proj"
     router: str = "gate"
     choice_bias: str = "gate.e_score_correction_bias"
     shared: str = "shared_experts"  # without a gate
+    both: str = "experts.gate_up_proj"  # of all experts
+    all_down: str = "experts.down_proj"
     layouts: Layouts = "rows"
 
 
@@ -55,12 +57,14 @@ def mixture_of_experts(
     moe: MoeConfig,
     options: BuildOptions,
     names: ExpertNames = _NAMES,
+    shared: SharedExpert | None = None,
     **further: Any,
 ) -> MixtureOfExperts:
     """Declare a layer's experts, with a shared expert if the config has one.
 
-    Checkpoints store a tensor for each expert's matrix, or one for all experts. `further` are
-    arguments of `MixtureOfExperts`.
+    Checkpoints store a tensor for each expert's matrix, or one for all experts. `shared` is the
+    shared expert if its names are not those of `names`. `further` are arguments of
+    `MixtureOfExperts`.
     """
     hidden, width, dtype = config.hidden_size, moe.intermediate_size, options.dtype
     require_divisible("moe_intermediate_size", width, options.expert_slices)
@@ -69,17 +73,17 @@ def mixture_of_experts(
     choice_bias = Tensor(block + names.choice_bias, (moe.num_experts,))
     # All three are [experts, width, hidden], the layout of the grouped matmul.
     shape = (moe.num_experts, width, hidden)
-    both = Tensor(f"{block}experts.gate_up_proj", (moe.num_experts, 2 * width, hidden))
-    rows: dict[str, Source] = {
+    both = Tensor(block + names.both, (moe.num_experts, 2 * width, hidden))
+    rows: dict[str | None, Source] = {
         names.gate: Slice(both, 1, 0, width),
-        names.up: Slice(both, 1, width, width),
-        names.down: Tensor(f"{block}experts.down_proj", shape, transposed=True),
+        names.up: Slice(both, 1, width, width) if names.gate else replace(both, dims=shape),
+        names.down: Tensor(block + names.all_down, shape, transposed=True),
     }
     swapped = replace(both, transposed=True, by_input=True)
-    columns: dict[str, Source] = {
+    columns: dict[str | None, Source] = {
         names.gate: Slice(swapped, 1, 0, width),
         names.up: Slice(swapped, 1, width, width),
-        names.down: Tensor(f"{block}experts.down_proj", shape, by_input=True),
+        names.down: Tensor(block + names.all_down, shape, by_input=True),
     }
 
     def matrices(name: str, *, inwards: bool) -> ExpertLinear:
@@ -103,16 +107,17 @@ def mixture_of_experts(
 
     return MixtureOfExperts(
         Linear(router, dtype),
-        matrices(names.gate, inwards=True),
+        matrices(names.gate, inwards=True) if names.gate else None,
         matrices(names.up, inwards=True),
         matrices(names.down, inwards=False),
         num_experts=moe.num_experts,
         choice=moe.choice,
         choice_bias=choice_bias if moe.has_choice_bias else None,
         moves=options.kernels.expert_dispatch,
-        shared=_shared_expert(config, spec, moe, options, names),
+        shared=shared or _shared_expert(config, spec, moe, options, names),
         scatters=options.sequence_parallel,
-        gated=GATED[config.activation],
+        gated=GATED[config.activation] if names.gate else silu_gated,
+        activation=ACTIVATIONS[config.activation],
         weighs_inputs=moe.weighs_inputs,
         **further,
     )
@@ -130,7 +135,8 @@ def _shared_expert(
         return None
     if not moe.gates_shared:
         prefix = f"{names.block}{names.shared}."
-        return SharedExpert(gated_mlp(config, spec, options, prefix, width), None)
+        own = MLPNames() if names.gate else MLPNames(gate=None)
+        return SharedExpert(gated_mlp(config, spec, options, prefix, width, names=own), None)
     gate = Tensor("mlp.shared_expert_gate.weight", (config.hidden_size, 1), transposed=True)
     expert = gated_mlp(config, spec, options, "mlp.shared_expert.", width)
     return SharedExpert(expert, Linear(gate, options.dtype))

@@ -32,8 +32,8 @@ def hybrid_layer(
     own_norm = partial(norm, size=config.hidden_size, config=config, options=options, from_one=True)
     return DecoderLayer(
         own_norm("input_layernorm"),
-        gated_delta_net(config, spec, spec.recurrence, options, projections)
-        if spec.recurrence
+        gated_delta_net(config, spec, spec.gated_delta, options, projections)
+        if spec.gated_delta
         else attention(config, spec, options, qk_norm="each_head", norms_from_one=True),
         own_norm("post_attention_layernorm"),
         mixture_of_experts(config, spec, spec.moe, options)

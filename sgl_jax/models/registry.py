@@ -18,8 +18,10 @@ from sgl_jax.models.expert_families import (
 )
 from sgl_jax.models.gemma import GEMMA3, GEMMA3_TEXT, GEMMA4, GEMMA4_TEXT
 from sgl_jax.models.gpt_oss import gpt_oss_layer
+from sgl_jax.models.granite import GRANITE, GRANITE_HYBRID
 from sgl_jax.models.kimi_linear import KIMI_LINEAR
 from sgl_jax.models.llama import llama_layer, olmo3_layer
+from sgl_jax.models.nemotron_h import NEMOTRON_H
 from sgl_jax.models.qwen3 import QWEN3_VL, QWEN3_VL_MOE, qwen3_layer, qwen3_moe_layer
 from sgl_jax.models.qwen3_next import QWEN3_5, QWEN3_5_TEXT, QWEN3_NEXT
 
@@ -35,6 +37,9 @@ _ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "Glm4MoeForCausalLM": GLM4_MOE,
         "GlmMoeDsaForCausalLM": DEEPSEEK,
         "GptOssForCausalLM": Architecture(gpt_oss_layer),
+        "GraniteForCausalLM": GRANITE,
+        "GraniteMoeForCausalLM": GRANITE,
+        "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,
         "KimiLinearForCausalLM": KIMI_LINEAR,
         "Llama4ForCausalLM": LLAMA4_TEXT,
         "Llama4ForConditionalGeneration": LLAMA4,
@@ -45,6 +50,7 @@ _ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "Mistral3ForConditionalGeneration": MISTRAL3,
         "Mistral4ForCausalLM": Architecture(deepseek_layer),
         "MistralForCausalLM": Architecture(llama_layer),  # the config has the window
+        "NemotronHForCausalLM": NEMOTRON_H,
         "Olmo3ForCausalLM": Architecture(olmo3_layer),
         "Phi3ForCausalLM": Architecture(partial(llama_layer, fused=True)),
         "Qwen2ForCausalLM": Architecture(partial(llama_layer, qkv_bias=True)),

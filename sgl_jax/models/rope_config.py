@@ -23,11 +23,16 @@ from sgl_jax.models.config_fields import (
 )
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
-LayerKind = Literal["full_attention", "sliding_attention", "chunked_attention", "linear_attention"]
+LayerKind = Literal[
+    "full_attention", "sliding_attention", "chunked_attention", "linear_attention", "mlp", "moe"
+]
 FULL: LayerKind = "full_attention"
 SLIDING: LayerKind = "sliding_attention"
 CHUNKED: LayerKind = "chunked_attention"
 LINEAR: LayerKind = "linear_attention"
+EXPERTS: LayerKind = "moe"
+FEEDING: frozenset[LayerKind] = frozenset({"mlp", EXPERTS})  # a feed-forward layer alone
+UNROTATED = FEEDING | {LINEAR}
 _ORIGINAL = "original_max_position_embeddings"
 # Their `rope_scaling` applies only to layers without windows.
 _UNSCALED_WINDOWS = ("Olmo3ForCausalLM",)

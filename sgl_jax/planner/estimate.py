@@ -244,7 +244,7 @@ def _read_token_bytes(config: EngineConfig) -> int:
     total = 0
     model = config.model
     for spec, (group, _) in zip(model.all_layers, model.cache_places(), strict=True):
-        if spec.recurrence is None:
+        if spec.has_attention:
             layout = config.pool_layouts[config.groups[group].pool]
             total += layout.page_bytes // layout.num_layers // layout.page_size
     return total
@@ -258,7 +258,7 @@ class _Visible(NamedTuple):
 
 
 def _visible(context: int, config: ModelConfig) -> _Visible:
-    specs = [spec for spec in config.all_layers if spec.recurrence is None]
+    specs = [spec for spec in config.all_layers if spec.has_attention]
     sizes = [config.of_layer(spec) for spec in specs]
 
     def average(weights: list[int]) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import NamedTuple
 
-from sgl_jax.core.layer_configs import IndexerConfig, LatentConfig, WeightFormat
+from sgl_jax.core.layer_configs import IndexerConfig, LatentConfig, StateSpaceConfig, WeightFormat
 from sgl_jax.kernels.expert_dispatch.lines import UNDIVIDED_TOKENS, lines_at_once
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS
 from sgl_jax.kernels.grouped_matmul.tpu import choose_tiles
@@ -200,7 +200,7 @@ def lines_time(tokens: int, config: ModelConfig, memory: DeviceBytes, chip: Chip
 
 
 def _attention(config: ModelConfig) -> list[LayerSpec]:
-    return [spec for spec in config.all_layers if spec.recurrence is None]
+    return [spec for spec in config.all_layers if spec.has_attention]
 
 
 def _num_expert_layers(config: ModelConfig) -> int:
@@ -210,22 +210,25 @@ def _num_expert_layers(config: ModelConfig) -> int:
 def recurrences_time(
     work: StepWork, config: ModelConfig, memory: DeviceBytes, chip: Chip
 ) -> KernelTime:
-    """Return the time of the gated delta rule; zero without recurrent layers.
+    """Return the time of recurrences; zero without recurrent layers.
 
-    A token's numbers in a head are its state, or in prefill half of a chunk's keys: the products
-    of a chunk are triangular matrices. With decays by channel these are products of blocks.
+    A token's numbers in a head of the gated delta rule are its state, or in prefill half of a
+    chunk's keys: the products of a chunk are triangular matrices. With decays by channel these are
+    products of blocks. A state space model computes its state once instead of twice.
     """
     own = config.recurrence
     if own is None:
         return KernelTime(0.0)
-    numbers = own.key_dim * (CHUNK_TOKENS // 2 if work.is_prefill else own.value_dim)
-    if work.is_prefill and own.decays_by_channel:
+    heads, keys, values = own.state_shape
+    numbers = keys * (CHUNK_TOKENS // 2 if work.is_prefill else values)
+    if isinstance(own, StateSpaceConfig):
+        numbers //= 2
+    elif work.is_prefill and own.decays_by_channel:
         numbers *= BLOCK_PRODUCTS
     layers = sum(spec.recurrence is not None for spec in config.layers)
-    heads = own.num_value_heads / memory.tp_size
     return KernelTime(
         2 * work.rows * memory.state_bytes / chip.hbm_bytes_per_s,
-        vector_s=_vector_s(layers * work.tokens * heads * numbers, chip),
+        vector_s=_vector_s(layers * work.tokens * heads / memory.tp_size * numbers, chip),
     )
 
 

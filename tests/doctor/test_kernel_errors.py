@@ -43,6 +43,7 @@ MODELS = {
     "experts": ("qwen3-30b-a3b", [], ["multiply_groups", *DISPATCH]),
     "latents": (GOLDEN / "deepseek_v3", ["--load-format", "auto"], ["attend_latents"]),
     "states": ("qwen3-next-80b-a3b", [], ["gated_delta", "causal_conv"]),
+    "state spaces": ("nemotron-h-8b", [], ["state_space"]),
 }
 CASES = [(model, kernel) for model, (*_, kernels) in MODELS.items() for kernel in kernels]
 BY_DEFAULT = [("experts", "expert_dispatch.add")]
@@ -60,6 +61,8 @@ def folder(tmp_path):
         config = {key: SMALL.get(key, value) for key, value in config.items()}
         if "full_attention_interval" in config:
             config |= {"num_hidden_layers": 2, "full_attention_interval": 2}
+        if "hybrid_override_pattern" in config:
+            config |= {"hybrid_override_pattern": "M*"}
         config.pop("layer_types", None)
         (tmp_path / "config.json").write_text(json.dumps(config))
         return tmp_path

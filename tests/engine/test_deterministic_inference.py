@@ -81,7 +81,10 @@ def check(model: Path, **settings: Any) -> None:
         assert answers(engine, [*others, first], **sampled)[-1:] == drawn
 
 
-FAMILIES = "gemma3", "gpt_oss", "deepseek_v3", "llama", "olmo3", "qwen3_next", "qwen3_5_moe"
+FAMILIES = (
+    *("gemma3", "gpt_oss", "deepseek_v3", "llama", "olmo3"),
+    *("qwen3_next", "qwen3_5_moe", "kimi_linear", "granite_hybrid", "nemotron_h"),
+)
 VARIANTS: tuple[dict[str, Any], ...] = (
     {"tp_size": 2},
     {"dp_size": 2},

@@ -200,7 +200,9 @@ def test_states_of_other_chips_come_back_at_ends_of_both_pages(
     layout = StatePoolLayout(NUM_LAYERS, RECURRENCE, FLOAT, FLOAT)
     rng = np.random.default_rng(3)
     own, size = RECURRENCE, page_sizes[0]
-    conv = rng.standard_normal((NUM_TOKENS // 16, NUM_LAYERS, own.conv_size - 1, own.channels))
+    conv = rng.standard_normal(
+        (NUM_TOKENS // 16, NUM_LAYERS, own.conv_size - 1, own.chip_channels(1))
+    )
     matrices = rng.standard_normal(
         (NUM_TOKENS // 16, NUM_LAYERS, own.num_value_heads, own.key_dim, own.value_dim)
     )

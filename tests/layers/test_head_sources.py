@@ -1,5 +1,6 @@
 """Parameters by head are read from tensors that keep a head's rows together, or apart."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -65,6 +66,33 @@ def test_some_of_each_heads_rows_may_be_a_parameter_of_their_own(stored):
     assert source.tensors("layer.") == {TensorKey("layer.together"): (18, HIDDEN)}
     found = part(source, tensors, slice(0, HIDDEN), slice(4, 12))
     np.testing.assert_array_equal(found, rows[1:, 2:].reshape(8, HIDDEN).T)
+
+
+@pytest.mark.parametrize("inputs", [(HIDDEN,), ()])
+def test_chips_that_share_a_head_share_some_of_its_rows_and_copy_others(inputs):
+    """Two heads of 4 values and 3 keys, each on two chips."""
+    rows = np.random.default_rng(0).normal(size=(14, *inputs)).astype(np.float32)
+    tensors = Arrays({"layer.w": rows})
+
+    def source(parts):
+        size, copies = 8 // parts, parts // 2
+        values = HeadRows("w", 14, 0, size, size)
+        return ByHead((values, HeadRows("w", 14, 8, 3, 3, copies=copies)), parts, inputs)
+
+    of_chip, of_four = source(2), source(4)
+    order = [0, 1, 8, 9, 10, 2, 3, 8, 9, 10, 4, 5, 11, 12, 13, 6, 7, 11, 12, 13]
+    expected = np.moveaxis(rows[order], 0, -1)
+    whole = [slice(0, size) for size in inputs]
+    np.testing.assert_array_equal(part(of_four, tensors, *whole, slice(0, 20)), expected)
+    second = part(of_four, tensors, *whole, slice(5, 15))
+    np.testing.assert_array_equal(second, expected[..., 5:15])
+    # An array of one chip is fit to four, and elements know their places in it.
+    plain = part(of_chip, tensors, *whole, slice(0, 14))
+    assert of_four.plain_shape == of_chip.shape == of_chip.plain_shape
+    np.testing.assert_array_equal(of_four.fit(jnp.asarray(plain)), expected)
+    places = of_four.plain_places()[-1]
+    assert sorted(places[places >= 0]) == list(range(14))
+    np.testing.assert_array_equal(plain[..., places[places >= 0]], expected[..., places >= 0])
 
 
 def test_what_is_stored_with_more_axes_keeps_them_before_the_heads():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from sgl_jax.core.layer_configs import GatedDeltaConfig
+from sgl_jax.core.layer_configs import GatedDeltaConfig, StateSpaceConfig
 from sgl_jax.mem_cache.device_pool import (
     KVPoolLayout,
     StatePoolLayout,
@@ -73,6 +73,17 @@ def test_a_slot_counts_the_states_of_all_layers_and_heads():
 def test_a_slot_of_a_large_model_takes_what_thousands_of_tokens_do():
     qwen3_next = STATES._replace(num_layers=36, recurrence=GatedDeltaConfig(16, 32, 128, 128, 4))
     assert qwen3_next.slot_bytes / 24_576 == pytest.approx(3_144)
+
+
+def test_heads_of_a_state_space_model_fill_rows_of_128_side_by_side():
+    one_group = STATES._replace(recurrence=StateSpaceConfig(1, 48, 128, 64, 4))
+    assert one_group.slot_shapes(tp_size=1).recurrent == (24, 128, 128)
+    assert one_group.slot_bytes == 3 * (3 * (48 * 64 + 2 * 128) * 2 + 48 * 64 * 128 * 4)
+    # Each chip has its heads' values, and all keys and queries.
+    assert one_group.slot_shapes(tp_size=2).conv == (2 * 3 * (12 + 2), 128)
+    odd = STATES._replace(recurrence=StateSpaceConfig(16, 48, 128, 64, 4))
+    assert odd.slot_shapes(tp_size=8).recurrent == (48, 128, 64)
+    assert odd.slot_shapes(tp_size=8).conv == (8 * 3 * (3 + 2 * 2), 128)
 
 
 def test_inputs_of_a_convolution_lie_in_rows_of_128_if_those_of_a_chip_fill_them():

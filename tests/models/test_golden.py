@@ -25,16 +25,18 @@ FAMILIES = (
 FURTHER = (
     *("smollm3", "phi3", "olmo3", "glm4_moe", "minimax_m2"),
     *("mistral3", "mistral4", "qwen3_vl_moe", "llama4", "gemma4", "gemma4_moe", "deepseek_v32"),
-    "kimi_linear",
+    *("kimi_linear", "granite_hybrid", "nemotron_h"),
 )
+WITH_STATE_SPACES = ("granite_hybrid", "granite_hybrid_dense", "nemotron_h", "nemotron_h_dense")
 FURTHER_EXPERTS = (
     *("glm4_moe", "glm4_moe_groups", "minimax_m2"),
     *("mistral4", "qwen3_vl_moe", "llama4", "gemma4_moe", "deepseek_v32", "glm_moe_dsa"),
-    "kimi_linear",
+    *("kimi_linear", "granite_moe", "granite_hybrid", "nemotron_h"),
 )
 FURTHER_SHAPES = (
     *("seed_oss", "phi3_window", "glm4_moe_groups"),
     *("ministral", "ministral3", "qwen3_vl", "glm_moe_dsa"),
+    *("granite", "granite_moe", "granite_hybrid_dense", "nemotron_h_dense"),
 )
 
 
@@ -160,6 +162,12 @@ COPIED_EXPERTS_OVER_RANKS = Setup(dp=2, ep=2, copies=3)
                     for family in ("phi3", "olmo3", "minimax_m2", "llama4", "gemma4", "gemma4_moe")
                     for setup in (MORE_CHIPS_THAN_KV_HEADS, SPLIT_WEIGHTS, SEQUENCE_PARALLEL)
                 ],
+                *[
+                    (family, setup)
+                    for family in ("granite_hybrid", "granite_hybrid_dense", "nemotron_h")
+                    for setup in (MORE_CHIPS_THAN_KV_HEADS, SPLIT_WEIGHTS, SEQUENCE_PARALLEL)
+                ],
+                ("nemotron_h", UNROLLED),
                 *[(family, SIMULATED_TPU) for family in ("smollm3", "olmo3", "llama4")],
                 *[
                     (family, setup)
@@ -213,15 +221,16 @@ def test_prefill_whole_or_chunked_and_decode_match_transformers(family, setup):
     ("family", "setup"),
     [
         ("qwen3_5", Setup()),
+        ("granite_hybrid_dense", Setup()),
         *[
             pytest.param(family, setup, marks=pytest.mark.long)
-            for family in (*WITH_STATES, "kimi_linear")
+            for family in (*WITH_STATES, "kimi_linear", *WITH_STATE_SPACES)
             for setup in (ONE_TOKEN_PAGES, ONE_PAGE_A_ROW, TWO_CHIPS, TWO_RANKS)
         ],
     ],
     ids=str,
 )
-def test_a_prompt_of_several_chunks_of_the_delta_rule_matches_transformers(family, setup):
+def test_a_prompt_of_several_chunks_of_a_recurrence_matches_transformers(family, setup):
     data = golden(family, "long")
     prompt, logits = data["prompt"], data["prompt_logits"]
     last = len(prompt) - len(logits)  # the first position whose logits are known

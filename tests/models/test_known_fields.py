@@ -21,8 +21,12 @@ LLAMA = PLAIN | {"architectures": ["LlamaForCausalLM"]}
 
 def default_config(architecture: str) -> dict[str, Any]:
     """Return transformers' default config. Some fields have no usable default there."""
-    usable = {"DeepseekV2ForCausalLM": {"num_experts_per_tok": 2}} | {
-        "Glm4MoeForCausalLM": {"head_dim": 128}
+    usable: dict[str, dict[str, Any]] = {"DeepseekV2ForCausalLM": {"num_experts_per_tok": 2}} | {
+        "Glm4MoeForCausalLM": {"head_dim": 128},
+        # By default it has no attention.
+        "GraniteMoeHybridForCausalLM": {
+            "layer_types": [*["linear_attention"] * 31, "full_attention"]
+        },
     }
     return CONFIGS[architecture] | usable.get(architecture, {})
 

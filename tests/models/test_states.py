@@ -5,8 +5,9 @@ from itertools import pairwise
 import pytest
 
 from tests.models.golden_server import GOLDEN, Chunk, Server, assert_close, golden
+from tests.support.long import long
 
-FAMILIES = ("qwen3_5", pytest.param("qwen3_next", marks=pytest.mark.long))
+FAMILIES = ("qwen3_5", *long("qwen3_next", "granite_hybrid", "nemotron_h"))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

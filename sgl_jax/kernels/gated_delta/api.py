@@ -53,8 +53,9 @@ class CausalConv(Protocol):
         states: jax.Array,
         layer: jax.Array,
         batch: StateBatch,
+        bias: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Convolve one layer's tokens: out[t] = silu(sum_j weight[j] * u[t - K + 1 + j]).
+        """Convolve one layer's tokens: out[t] = silu(bias + sum_j weight[j] * u[t - K + 1 + j]).
 
         Tokens before a row's first token of the step are in its state: the last K - 1 rows of u,
         in order, and zeros before the first token of a request.
@@ -67,6 +68,7 @@ class CausalConv(Protocol):
                 `GatedDelta`.
             layer: int32 [].
             batch: rows, slots and chunks.
+            bias: [channels]; None for zeros.
 
         Returns:
             out: [T, channels] in u's dtype; finite but unspecified for padding.

@@ -1,30 +1,36 @@
-"""The gated delta rule token after token in XLA, if results must not depend on the batch.
+"""A recurrence token after token in XLA, if results must not depend on the batch.
 
-A chunk's system of equations and one token's change of the state round differently. So tokens of
-prompts, too, are computed as decode rows are, and a row's result does not depend on how its prompt
-is cut. See `kernels.row_blocks` for other layers.
+A chunk's products and one token's change of the state round differently. So tokens of prompts, too,
+are computed as decode rows are, and a row's result does not depend on how its prompt is cut. See
+`kernels.row_blocks` for other layers.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from sgl_jax.kernels.gated_delta.batch import NO_SLOT, DeltaInputs, StateBatch
-from sgl_jax.kernels.gated_delta.xla import Terms, next_token, scaled, write_states
+from sgl_jax.kernels.gated_delta.xla import RecurrenceRule, write_states
 from sgl_jax.kernels.row_blocks import row_wise
 
 _ROWS = 8  # rows computed at once
 
 
-def gated_delta_by_token(
-    tokens: DeltaInputs, states: jax.Array, layer: jax.Array, batch: StateBatch
+def recur_by_token(
+    rule: RecurrenceRule,
+    tokens: DeltaInputs,
+    states: jax.Array,
+    layer: jax.Array,
+    batch: StateBatch,
 ) -> tuple[jax.Array, jax.Array]:
-    """Implement `api.GatedDelta`; padding tokens' outputs are zeros."""
+    """Compute a step's tokens by `rule`, as `xla.recur`; padding tokens' outputs are zeros."""
 
-    def terms_of(*own: jax.Array) -> Terms:
-        return Terms.of(scaled(DeltaInputs(*own)))
+    def terms_of(*own: jax.Array) -> Any:
+        return rule.terms(DeltaInputs(*(x.astype(jnp.float32) for x in own)))
 
-    terms: Terms = row_wise(terms_of, *tokens)
+    terms = row_wise(terms_of, *tokens)
     num_tokens = len(tokens.v)
     snapshots = _snapshots(batch, num_tokens)
 
@@ -42,7 +48,7 @@ def gated_delta_by_token(
             out, states, state = carry
             exists, token = i < lengths, starts + i
             own = jax.tree.map(lambda x: x.at[token].get(mode="clip"), terms)
-            found, after = next_token(own, state)
+            found, after = rule.next_token(own, state)
             # Stored states are rounded, so that a state is the same whether it was stored or not.
             state = jnp.where(exists[:, None, None, None], after, state)
             state = state.astype(states.dtype).astype(jnp.float32)

@@ -4,7 +4,8 @@ The cost depends on the tokens in use: loops over blocks of decode rows, and ove
 dynamic trip counts. States are carried through these loops, in place.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,23 +17,30 @@ from sgl_jax.kernels.row_blocks import row_wise
 DECODE_ROWS = 8  # rows computed at once
 
 
-def scaled(tokens: DeltaInputs) -> DeltaInputs:
-    """Return tokens in float32 with q and k scaled."""
-    q, k, *others = (x.astype(jnp.float32) for x in tokens)
-    return DeltaInputs(_unit(q) * q.shape[-1] ** -0.5, _unit(k), *others)
+class RecurrenceRule(NamedTuple):
+    """How a recurrence's tokens change a state; all arrays are float32."""
+
+    terms: Callable[[DeltaInputs], Any]  # of tokens [..., heads, dim], without a state
+    next_token: Callable[[Any, jax.Array], tuple[jax.Array, jax.Array]]
+    next_chunk: Callable[[DeltaInputs, jax.Array], tuple[jax.Array, jax.Array]]
 
 
-def _scaled(tokens: DeltaInputs, numbers: jax.Array, exists: jax.Array) -> DeltaInputs:
-    """Return tokens `numbers`, int32 [...], in float32 with q and k scaled.
+def _some(tokens: DeltaInputs, numbers: jax.Array, exists: jax.Array) -> DeltaInputs:
+    """Return tokens `numbers`, int32 [...], in float32.
 
     They are zeros, which do not change a state, where `exists`, bool [...], is False.
     """
 
     def take(x: jax.Array) -> jax.Array:
-        some = x.at[numbers].get(mode="clip")
+        some = x.at[numbers].get(mode="clip").astype(jnp.float32)
         return jnp.where(exists.reshape(exists.shape + (1,) * (x.ndim - 1)), some, 0)
 
-    return scaled(DeltaInputs(*map(take, tokens)))
+    return DeltaInputs(*map(take, tokens))
+
+
+def _scaled(tokens: DeltaInputs) -> DeltaInputs:
+    q, k = tokens.q, tokens.k
+    return tokens._replace(q=_unit(q) * q.shape[-1] ** -0.5, k=_unit(k))
 
 
 def _unit(x: jax.Array) -> jax.Array:
@@ -43,16 +51,32 @@ def gated_delta(
     tokens: DeltaInputs, states: jax.Array, layer: jax.Array, batch: StateBatch
 ) -> tuple[jax.Array, jax.Array]:
     """Implement `api.GatedDelta`; padding tokens' outputs are zeros."""
+    return recur(DELTA_RULE, tokens, states, layer, batch)
+
+
+def recur(
+    rule: RecurrenceRule,
+    tokens: DeltaInputs,
+    states: jax.Array,
+    layer: jax.Array,
+    batch: StateBatch,
+) -> tuple[jax.Array, jax.Array]:
+    """Compute a step's tokens by `rule`, and the states in the batch's slots."""
     v = tokens.v
     # A partial chunk writes zeros after its last token; later chunks' tokens overwrite them.
     room = jnp.zeros((v.shape[0] + CHUNK_TOKENS, *v.shape[1:]), v.dtype)
-    out, states = _decode(tokens, room, states, layer, batch)
-    out, states = _prefill(tokens, out, states, layer, batch)
+    out, states = _decode(rule, tokens, room, states, layer, batch)
+    out, states = _prefill(rule, tokens, out, states, layer, batch)
     return out[: v.shape[0]], states
 
 
 def _decode(
-    tokens: DeltaInputs, out: jax.Array, states: jax.Array, layer: jax.Array, batch: StateBatch
+    rule: RecurrenceRule,
+    tokens: DeltaInputs,
+    out: jax.Array,
+    states: jax.Array,
+    layer: jax.Array,
+    batch: StateBatch,
 ) -> tuple[jax.Array, jax.Array]:
     num_rows, most = min(DECODE_ROWS, batch.slots_in.shape[0]), 1 + batch.max_draft_tokens
 
@@ -67,15 +91,15 @@ def _decode(
         # Positions come first. Terms without a state are computed for all positions at once.
         position = jnp.arange(most)[:, None]
         exists, numbers = position < lengths, starts + position
-        some = Terms.of(_scaled(tokens, numbers, exists))
+        some = rule.terms(_some(tokens, numbers, exists))
         state = states[layer, slots_in].astype(jnp.float32)
 
         def next_position(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             outs, after, state = carry
-            own, state = next_token(jax.tree.map(lambda x: x[i], some), state)
+            own, state = rule.next_token(jax.tree.map(lambda x: x[i], some), state)
             return outs.at[i].set(own), after.at[i].set(state), state
 
-        first, state = next_token(jax.tree.map(lambda x: x[0], some), state)
+        first, state = rule.next_token(jax.tree.map(lambda x: x[0], some), state)
         outs, after = (
             jnp.zeros((most, *own.shape), own.dtype).at[0].set(own) for own in (first, state)
         )
@@ -90,7 +114,7 @@ def _decode(
     return lax.fori_loop(0, -(-batch.num_decode // num_rows), block, (out, states))
 
 
-class Terms(NamedTuple):
+class _Terms(NamedTuple):
     """A token's part in a step of the recurrence, [..., value_heads, ...]."""
 
     q: jax.Array
@@ -101,14 +125,15 @@ class Terms(NamedTuple):
     q_times_k: jax.Array
 
     @classmethod
-    def of(cls, tokens: DeltaInputs) -> "Terms":
+    def of(cls, tokens: DeltaInputs) -> "_Terms":
+        tokens = _scaled(tokens)
         q, k = (jnp.repeat(x, tokens.group, axis=-2) for x in (tokens.q, tokens.k))
         decay, beta = jnp.exp(tokens.log_decay), tokens.beta[..., None]
         q_times_k = jnp.sum(k * q, axis=-1, keepdims=True)
         return cls(q, k, tokens.v, decay, beta, q_times_k)
 
 
-def next_token(token: Terms, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _next_token(token: _Terms, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return outputs [n, value_heads, dim] and states [n, value_heads, ...] after one token."""
     q, k, v, decay, beta, q_times_k = token
     # The old state is read once for both products: S^T q is the old state's part plus the change's.
@@ -125,8 +150,8 @@ def _read(rows: jax.Array, decay: jax.Array, state: jax.Array) -> jax.Array:
     A decay of a whole head is a factor of the result, which takes a CPU less than one of the rows.
     """
     if decay.shape[-1] > 1:
-        return _times("...ik,...kv->...iv", rows * decay, state)
-    return decay * _times("...ik,...kv->...iv", rows, state)
+        return times("...ik,...kv->...iv", rows * decay, state)
+    return decay * times("...ik,...kv->...iv", rows, state)
 
 
 def write_states(
@@ -139,7 +164,12 @@ def write_states(
 
 
 def _prefill(
-    tokens: DeltaInputs, out: jax.Array, states: jax.Array, layer: jax.Array, batch: StateBatch
+    rule: RecurrenceRule,
+    tokens: DeltaInputs,
+    out: jax.Array,
+    states: jax.Array,
+    layer: jax.Array,
+    batch: StateBatch,
 ) -> tuple[jax.Array, jax.Array]:
     def chunk(
         c: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
@@ -150,7 +180,7 @@ def _prefill(
         source = batch.chunk_sources[c]
         stored = states[layer, jnp.maximum(source, 0)].astype(jnp.float32)
         state = jnp.where(source < 0, state, stored)
-        some, state = _next_chunk(_scaled(tokens, numbers, numbers < end), state)
+        some, state = rule.next_chunk(_some(tokens, numbers, numbers < end), state)
         out = lax.dynamic_update_slice_in_dim(out, some.astype(out.dtype), first, axis=0)
         for slot in (batch.chunk_targets[c], batch.chunk_snapshots[c]):
             states = write_states(states, layer, slot, state)
@@ -166,16 +196,19 @@ def _next_chunk(tokens: DeltaInputs, state: jax.Array) -> tuple[jax.Array, jax.A
     A token's change of the state depends on the changes of the tokens before it: a triangular
     system of equations.
     """
-    q, k, v, log_decay, beta = (jnp.moveaxis(x, 1, 0) for x in tokens)  # heads first
+    q, k, v, log_decay, beta = (jnp.moveaxis(x, 1, 0) for x in _scaled(tokens))  # heads first
     decays = _by_channel if tokens.decays_by_channel else _by_head
     of_keys, of_queries, since, until = decays(q, k, log_decay, tokens.group)
     k, q = (jnp.repeat(x, tokens.group, axis=0) for x in (k, q))
     beta = beta[..., None]
     change = beta * (v - _read(k, since, state))
-    change = _times("hij,hjv->hiv", _inverse(of_keys * beta), change)
-    out = _read(q, since, state) + _times("hij,hjv->hiv", of_queries, change)
+    change = times("hij,hjv->hiv", _inverse(of_keys * beta), change)
+    out = _read(q, since, state) + times("hij,hjv->hiv", of_queries, change)
     state = jnp.swapaxes(since[:, -1:], 1, 2) * state
-    return jnp.moveaxis(out, 0, 1), state + _times("hik,hiv->hkv", k * until, change)
+    return jnp.moveaxis(out, 0, 1), state + times("hik,hiv->hkv", k * until, change)
+
+
+DELTA_RULE = RecurrenceRule(_Terms.of, _next_token, _next_chunk)
 
 
 class _Decayed(NamedTuple):
@@ -188,23 +221,13 @@ class _Decayed(NamedTuple):
 
 
 def _by_head(q: jax.Array, k: jax.Array, log_decay: jax.Array, group: int) -> _Decayed:
-    """Multiply q and k [key_heads, n, dim] with k; heads decay as a whole.
-
-    Sums are from each token to each token, not differences of sums, which cancel after strong
-    decay. A later token has no weight: its exponent is masked.
-    """
-    log_decay = log_decay[..., 0]
-    n = log_decay.shape[-1]
-    causal = jnp.tril(jnp.ones((n, n), bool))
-    later = jnp.where(jnp.tril(causal, -1), log_decay[:, :, None], 0)
-    between = _times("im,hmj->hij", causal.astype(jnp.float32), later)
-    decay = jnp.exp(jnp.where(causal, between, -jnp.inf))
+    """Multiply q and k [key_heads, n, dim] with k; heads decay as a whole."""
+    between, decay = decays_between(log_decay[..., 0])
     of_keys, of_queries = (
-        jnp.repeat(_times("hik,hjk->hij", x, k), group, axis=0) * decay for x in (k, q)
+        jnp.repeat(times("hik,hjk->hij", x, k), group, axis=0) * decay for x in (k, q)
     )
-    since = jnp.exp(jnp.cumsum(log_decay, axis=-1))
-    until = jnp.exp(between[:, -1])
-    return _Decayed(of_keys, of_queries, since[..., None], until[..., None])
+    since, until = jnp.exp(jnp.cumsum(log_decay, axis=1)), jnp.exp(between[:, -1])
+    return _Decayed(of_keys, of_queries, since, until[..., None])
 
 
 def _by_channel(q: jax.Array, k: jax.Array, log_decay: jax.Array, group: int) -> _Decayed:
@@ -220,12 +243,12 @@ def _by_channel(q: jax.Array, k: jax.Array, log_decay: jax.Array, group: int) ->
     num_heads, n, dim = k.shape
     number = jnp.arange(n)
     since, until = log_decay, jnp.zeros_like(log_decay)  # in each block
-    products = jnp.where(jnp.eye(n, dtype=bool), _times("hrik,hjk->hrij", rows, k), 0)
+    products = jnp.where(jnp.eye(n, dtype=bool), times("hrik,hjk->hrij", rows, k), 0)
     size = 1
     while size < n:
         is_second = (number // size % 2 == 1)[:, None]
         decay = jnp.exp(jnp.where(is_second, since, until))
-        found = _times("hrik,hjk->hrij", rows * decay[:, None], k * decay)
+        found = times("hrik,hjk->hrij", rows * decay[:, None], k * decay)
         products = jnp.where(_is_below(n, size), found, products)
         shape = num_heads, -1, 2 * size, dim
         ends = since.reshape(shape)[:, :, size - 1 :: size]
@@ -243,7 +266,20 @@ def _is_below(n: int, size: int) -> jax.Array:
     return (row == column + 1) & (row % 2 == 1)
 
 
-def _times(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+def decays_between(log_decay: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the logs of decays, and decays, from each token j of a chunk to each token i.
+
+    `log_decay` is [heads, n]; the results are [heads, i, j]. These are sums over the tokens, not
+    differences of sums, which cancel after strong decay. A later token j has no weight.
+    """
+    n = log_decay.shape[-1]
+    causal = jnp.tril(jnp.ones((n, n), bool))
+    later = jnp.where(jnp.tril(causal, -1), log_decay[:, :, None], 0)
+    between = times("im,hmj->hij", causal.astype(jnp.float32), later)
+    return between, jnp.exp(jnp.where(causal, between, -jnp.inf))
+
+
+def times(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(spec, a, b, precision=lax.Precision.HIGHEST)
 
 
@@ -259,14 +295,19 @@ def _inverse(lower: jax.Array) -> jax.Array:
     inverse = jnp.broadcast_to(jnp.eye(n), lower.shape)
     size = 1
     while size < n:
-        below = _times("hij,hjk->hik", jnp.where(_is_below(n, size), lower, 0), inverse)
-        inverse = inverse - _times("hij,hjk->hik", inverse, below)
+        below = times("hij,hjk->hik", jnp.where(_is_below(n, size), lower, 0), inverse)
+        inverse = inverse - times("hij,hjk->hik", inverse, below)
         size *= 2
     return inverse
 
 
 def causal_conv(
-    u: jax.Array, weight: jax.Array, states: jax.Array, layer: jax.Array, batch: StateBatch
+    u: jax.Array,
+    weight: jax.Array,
+    states: jax.Array,
+    layer: jax.Array,
+    batch: StateBatch,
+    bias: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Implement `api.CausalConv`; padding tokens' outputs are zeros."""
     num_tokens, width = u.shape[0], weight.shape[0]
@@ -288,7 +329,7 @@ def causal_conv(
 
     def convolved(window: jax.Array) -> jax.Array:
         total = jnp.sum(window.astype(jnp.float32) * weight.astype(jnp.float32), axis=1)
-        return jax.nn.silu(total)
+        return jax.nn.silu(total if bias is None else total + bias.astype(jnp.float32))
 
     window = jnp.stack([before(j) for j in range(width - 1, 0, -1)] + [u], axis=1)
     out = jnp.where(batch.valid[:, None], row_wise(convolved, window), 0).astype(u.dtype)

@@ -32,7 +32,7 @@ class Step(NamedTuple):
         return slots + [int(slot) for slot in kept]
 
 
-def _run(
+def run_tokens(
     step: Step, states: Float64Array, token: Callable[[int, Float64Array], Float64Array]
 ) -> None:
     """Call token(t, state) for each token; it returns the state after it. Changes `states` [slots,
@@ -77,7 +77,7 @@ def gated_delta(
             new[head] = s
         return new
 
-    _run(step, states[layer], token)
+    run_tokens(step, states[layer], token)
     return out, states
 
 
@@ -95,5 +95,5 @@ def causal_conv(
         out[t] = total / (1 + np.exp(-total))
         return window[1:]
 
-    _run(step, states[layer], token)
+    run_tokens(step, states[layer], token)
     return out, states

@@ -1,7 +1,7 @@
 """The gated delta rule and its convolution in XLA, against float64 token by token."""
 
 import re
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jax import lax
 
 from sgl_jax.kernels.gated_delta import xla
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, DeltaInputs, StateBatch
-from sgl_jax.kernels.gated_delta.by_token import gated_delta_by_token
+from sgl_jax.kernels.gated_delta.by_token import recur_by_token
 from sgl_jax.kernels.row_blocks import invariant_rows
 from tests.kernels.gated_delta.problems import (
     LAYER,
@@ -33,6 +33,9 @@ PROGRAMS = (
 )
 BFLOAT16 = Program(dtype=jnp.bfloat16, state_dtype=jnp.bfloat16, max_drafts=2)
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 2e-2}
+
+
+BY_TOKEN = partial(recur_by_token, xla.DELTA_RULE)
 
 
 @lru_cache
@@ -91,7 +94,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("recur", [xla.gated_delta, gated_delta_by_token])
+@pytest.mark.parametrize("recur", [xla.gated_delta, BY_TOKEN], ids=["chunks", "tokens"])
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step(name, recur):
     case = Case(PROGRAMS[1], *STEPS[name], seed=1, same_keys="same" in name)
@@ -130,7 +133,7 @@ def test_a_snapshot_is_the_state_of_a_run_that_stops_there(cut):
 def test_token_by_token_a_state_does_not_depend_on_how_a_prompt_is_cut():
     program = BFLOAT16._replace(max_drafts=0)
     problem = build(Case(program, [], [(0, 100)], [], seed=2))
-    recur = gated_delta_by_token
+    recur = BY_TOKEN
     with invariant_rows():
         out, whole = run_row(problem, program, 0, 100, 0, (0, 8), [(70, 9)], recur=recur)
         some, states = run_row(problem, program, 0, 70, 0, (0, 10), recur=recur)

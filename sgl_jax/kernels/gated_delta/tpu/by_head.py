@@ -19,7 +19,7 @@ COARSE_STEPS = 1024.0  # steps per unit of the log: sums of 64 tokens in such st
 class HeadDecays(NamedTuple):
     """Logs of decays of whole heads, in two parts, summed since the chunk began."""
 
-    coarse: Any  # [Hv, C, 128] a token's number in all lanes
+    coarse: Any  # [Hv, C, 128] a token's number in all lanes of a head
     fine: Any  # [Hv, C, 128]
     coarse_rows: Any  # [128, 2 * C] a head's numbers, twice
     fine_rows: Any  # [128, 2 * C]
@@ -33,15 +33,22 @@ class HeadDecays(NamedTuple):
         """Return a head's decay since the chunk began, in all lanes."""
         return jnp.exp(self.coarse[head, tokens] + self.fine[head, tokens])
 
-    def spread(self, log_decay: jax.Array) -> None:
-        """Store a chunk's decays [C, 128], with one head in each lane."""
+    def spread(self, log_decay: jax.Array, heads_each: int) -> None:
+        """Store a chunk's decays [C, 128], with one head in each lane.
+
+        A row of values has those of `heads_each` heads, 1 or 2; the numbers of two heads fill half
+        of the lanes each.
+        """
         coarse, fine = coarse_and_fine(log_decay)
         up_to = _tokens_up_to()
         # A token's gates are in a separate register; products with ones combine them.
         for target, gate in ((self.coarse, coarse), (self.fine, fine)):
             summed = product(up_to, gate, (1, 0))
-            for head in range(target.shape[0]):
-                target[head] = jnp.broadcast_to(summed[:, head : head + 1], (CHUNK_TOKENS, LANES))
+            for line in range(target.shape[0]):
+                heads = range(line * heads_each, (line + 1) * heads_each)
+                shape = (CHUNK_TOKENS, LANES // heads_each)
+                wide = [jnp.broadcast_to(summed[:, n : n + 1], shape) for n in heads]
+                target[line] = wide[0] if len(wide) == 1 else jnp.concatenate(wide, axis=1)
         for target, gate in ((self.coarse_rows, coarse), (self.fine_rows, fine)):
             target[...] = _by_row(gate, up_to)
 

@@ -76,7 +76,12 @@ class _Kernel(NamedTuple):
 
 
 def causal_conv(
-    u: jax.Array, weight: jax.Array, states: jax.Array, layer: jax.Array, batch: StateBatch
+    u: jax.Array,
+    weight: jax.Array,
+    states: jax.Array,
+    layer: jax.Array,
+    batch: StateBatch,
+    bias: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Implement `api.CausalConv`; padding tokens' outputs are zeros.
 
@@ -97,6 +102,8 @@ def causal_conv(
     rows, num_rows = StateRows.of(batch, layer), batch.num_rows.reshape(1)
     chunks = batch.chunk_starts, batch.chunk_targets, batch.chunk_snapshots
     scalars = _Scalars(rows, num_rows, *chunks)
+    if bias is not None:  # a last row
+        weight = jnp.concatenate([weight, bias[None].astype(weight.dtype)])
     run = pl.pallas_call(
         partial(_kernel, lines=channels // LANES),
         name="causal_conv",
@@ -173,6 +180,8 @@ def _kernel(
             total = sum(
                 weight[j] * window[_lines(kernel, i + j, 1)] for j in range(kernel.before + 1)
             )
+            if weight.shape[0] > kernel.before + 1:
+                total += weight[kernel.before + 1]
             out[i] = (total / (1 + jnp.exp(-total))).astype(out.dtype)
             _keep_states(kernel, first + i, i)
 

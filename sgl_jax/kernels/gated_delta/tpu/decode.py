@@ -40,12 +40,13 @@ MIN_BUFFERS, MAX_BUFFERS = 3, 8
 BUFFER_BYTES = 4 << 20
 
 
-class _Kernel(NamedTuple):
+class DecodeKernel(NamedTuple):
+    """The references of a running kernel."""
+
     rows: StateRows
     hbm: DeltaArrays  # gates float32 [T, 2, Hv, 128]
     buffers: Buffers
     sems: Semaphores
-    by_channel: bool  # decays are by channel, else in all lanes
 
     @property
     def num_buffers(self) -> int:
@@ -53,6 +54,11 @@ class _Kernel(NamedTuple):
 
     def buffer(self, index: Any) -> jax.Array:
         return lax.rem(index, jnp.int32(self.num_buffers))
+
+
+# Writes a token's output, and the state after it, to its buffers; the last argument is the state
+# before it.
+Change = Callable[[DecodeKernel, jax.Array, Any], None]
 
 
 def num_buffers(state_bytes: int) -> int:
@@ -74,10 +80,18 @@ def decode_gated_delta(
     parts = jnp.exp(log_decay[:decoded]), beta[:decoded, :, None]
     gates = jnp.stack([jnp.broadcast_to(part, by_head) for part in parts], axis=1)
     hbm = DeltaArrays(q, k, gates, v, states)
+    change = partial(_change, by_channel=tokens.decays_by_channel)
+    return recur_tokens(change, "gated_delta_decode", hbm, layer, batch)
+
+
+def recur_tokens(
+    change: Change, name: str, hbm: DeltaArrays, layer: jax.Array, batch: StateBatch
+) -> tuple[jax.Array, jax.Array]:
+    """Compute the decode rows' tokens by `change`; return the arrays of tokens and of states."""
+    states = hbm.states
     n = num_buffers(states[0, 0].size * states.dtype.itemsize)
     rows, scratch = StateRows.of(batch, layer), [Buffers.scratch(hbm, n), Semaphores.scratch(n)]
-    kernel = partial(_kernel, by_channel=tokens.decays_by_channel)
-    out, states = call(kernel, "gated_delta_decode", (rows,), (), hbm, 2, scratch)
+    out, states = call(partial(_kernel, change=change), name, (rows,), (), hbm, 2, scratch)
     return out, states
 
 
@@ -89,10 +103,10 @@ def _kernel(
     buffers: Buffers,
     sems: Semaphores,
     *,
-    by_channel: bool,
+    change: Change,
 ) -> None:
     # Inputs and results share memory: one array is read and written.
-    kernel = _Kernel(rows, hbm._replace(v=tokens, states=states), buffers, sems, by_channel)
+    kernel = DecodeKernel(rows, hbm._replace(v=tokens, states=states), buffers, sems)
     num_tokens, ahead = rows.q_offsets[rows.num_decode[0]], kernel.num_buffers - 1
 
     @pl.loop(0, jnp.minimum(num_tokens, ahead))
@@ -102,48 +116,47 @@ def _kernel(
     @pl.loop(0, num_tokens)
     def _(token: jax.Array) -> None:
         pl.when(token + ahead < num_tokens)(lambda: _start_token(kernel, token + ahead))
-        _next_token(kernel, token)
+        _next_token(kernel, token, change)
 
     @pl.loop(jnp.maximum(num_tokens - kernel.num_buffers, 0), num_tokens)
     def _(token: jax.Array) -> None:
         _for_each(_result_copies(kernel, token), wait)
 
 
-def _start_token(kernel: _Kernel, token: jax.Array) -> None:
+def _start_token(kernel: DecodeKernel, token: jax.Array) -> None:
     _for_each(_token_copies(kernel, token), start)
     pl.when(kernel.rows.is_first(token))(lambda: _state_copy(kernel, token).start())
 
 
-def _next_token(kernel: _Kernel, token: jax.Array) -> None:
+def _next_token(kernel: DecodeKernel, token: jax.Array, change: Change) -> None:
     is_first = kernel.rows.is_first(token)
     _for_each(_token_copies(kernel, token), wait)
     pl.when(token >= kernel.num_buffers)(
         lambda: _for_each(_result_copies(kernel, token - kernel.num_buffers), wait)
     )
     pl.when(is_first)(lambda: _state_copy(kernel, token).wait())
-    _change(kernel, token, _state_before(kernel, token, is_first))
+    change(kernel, token, _state_before(kernel, token, is_first))
     _for_each(_result_copies(kernel, token), start)
 
 
-def _state_before(kernel: _Kernel, token: jax.Array, is_first: jax.Array) -> Any:
+def _state_before(kernel: DecodeKernel, token: jax.Array, is_first: jax.Array) -> Any:
     row = kernel.rows.token_rows[token]
     before = jnp.where(is_first, kernel.buffer(row), kernel.buffer(jnp.maximum(token - 1, 0)))
     return kernel.buffers.states.at[jnp.where(is_first, 0, 1), before]
 
 
-def _change(kernel: _Kernel, token: jax.Array, state: Any) -> None:
-    """Write a token's output, and the state after it, to its buffers; `state` is before it."""
+def _change(kernel: DecodeKernel, token: jax.Array, state: Any, *, by_channel: bool) -> None:
     at, buffers = kernel.buffer(token), kernel.buffers
     key_heads, value_heads = buffers.k.shape[1], buffers.v.shape[1]
     q, k = unit(buffers.q[at]) * LANES**-0.5, unit(buffers.k[at])
     both = jnp.sum(q * k, axis=1, keepdims=True)
-    columns = _columns(k, q, *[buffers.gates[at, 0]] * kernel.by_channel)
+    columns = columns_of(k, q, *[buffers.gates[at, 0]] * by_channel)
     for head in range(value_heads):
         key_head = head // (value_heads // key_heads)
         key, query = (columns[:, i : i + 1] for i in (key_head, key_heads + key_head))
         own = slice(head, head + 1)
         decay, beta = (buffers.gates[at, gate, own] for gate in range(2))
-        if kernel.by_channel:
+        if by_channel:
             number = 2 * key_heads + head
             decay = columns[:, number : number + 1]
         decayed = state[head].astype(jnp.float32) * decay
@@ -156,14 +169,14 @@ def _change(kernel: _Kernel, token: jax.Array, state: Any) -> None:
         buffers.states[1, at, head] = new.astype(buffers.states.dtype)
 
 
-def _columns(*rows: jax.Array) -> jax.Array:
+def columns_of(*rows: jax.Array) -> jax.Array:
     """Transpose n float32 rows [*, 128] to [128, n], padded with columns of zeros."""
     if missing := -sum(map(len, rows)) % SUBLANES:
         rows = (*rows, jnp.zeros((missing, LANES), jnp.float32))
     return jnp.concatenate(rows, axis=0).T
 
 
-def _token_copies(kernel: _Kernel, token: jax.Array) -> list[Any]:
+def _token_copies(kernel: DecodeKernel, token: jax.Array) -> list[Any]:
     at = kernel.buffer(token)
     return [
         pltpu.make_async_copy(source.at[token], target.at[at], kernel.sems.tokens.at[at])
@@ -171,14 +184,14 @@ def _token_copies(kernel: _Kernel, token: jax.Array) -> list[Any]:
     ]
 
 
-def _state_copy(kernel: _Kernel, token: jax.Array) -> Any:
+def _state_copy(kernel: DecodeKernel, token: jax.Array) -> Any:
     row = kernel.rows.token_rows[token]
     at = kernel.buffer(row)
     source = kernel.hbm.states.at[kernel.rows.layer[0], kernel.rows.slots_in[row]]
     return pltpu.make_async_copy(source, kernel.buffers.states.at[0, at], kernel.sems.states.at[at])
 
 
-def _result_copies(kernel: _Kernel, token: jax.Array) -> list[Any]:
+def _result_copies(kernel: DecodeKernel, token: jax.Array) -> list[Any]:
     at, rows, buffers, sem = kernel.buffer(token), kernel.rows, kernel.buffers, kernel.sems.results
     return [
         pltpu.make_async_copy(buffers.out.at[at], kernel.hbm.v.at[token], sem.at[at]),

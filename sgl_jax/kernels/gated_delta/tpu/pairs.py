@@ -66,14 +66,14 @@ def _head_pair(
     heads: tuple[Any, Any],
     numbers: list[int],
 ) -> Pair:
-    decays, beta = by_head.decays, _of_rows(by_head.beta_rows, heads)
-    coarse_row, fine_row = (_of_rows(x, heads) for x in (decays.coarse_rows, decays.fine_rows))
+    decays, beta = by_head.decays, of_rows(by_head.beta_rows, heads)
+    coarse_row, fine_row = (of_rows(x, heads) for x in (decays.coarse_rows, decays.fine_rows))
     coarse, fine = (_beside(*(x[head] for head in heads)) for x in (decays.coarse, decays.fine))
     between = (coarse - coarse_row) + (fine - fine_row)
     end = slice(CHUNK_TOKENS - 1, CHUNK_TOKENS)
     until = jnp.exp((coarse[end] - coarse_row) + (fine[end] - fine_row))
     # A later token has no weight: its exponent is masked.
-    decay = jnp.exp(jnp.where(_seen(), between, NEVER)) * beta
+    decay = jnp.exp(jnp.where(seen(), between, NEVER)) * beta
     left, right = (similar[n] for n in numbers)
     both = left if left is right else _beside(left, right)
     turned = jnp.concatenate([keys[n] for n in numbers], axis=0).T
@@ -95,13 +95,13 @@ def _channel_pair(
     heads: tuple[Any, Any],
     numbers: list[int],
 ) -> Pair:
-    beta = _of_rows(by_head.beta_rows, heads)
+    beta = of_rows(by_head.beta_rows, heads)
     keys, queries = ([x[n] for n in numbers] for x in vectors)
     decays = [ChannelDecays.of(by_head.decays[head], which) for head in heads]
     both = decayed_products(keys, queries, decays, dtype)
     turned = jnp.concatenate([key * own.until for key, own in zip(keys, decays, strict=True)]).T
-    seen = jnp.where(_seen(), both[CHUNK_TOKENS:], 0)
-    weights = jnp.concatenate([seen * beta, turned * beta], axis=0)
+    of_queries = jnp.where(seen(), both[CHUNK_TOKENS:], 0)
+    weights = jnp.concatenate([of_queries * beta, turned * beta], axis=0)
     rows = [
         jnp.concatenate([key * own.since, query * own.since], axis=0).astype(dtype)
         for key, query, own in zip(keys, queries, decays, strict=True)
@@ -115,11 +115,11 @@ def _beside(left: jax.Array, right: jax.Array) -> jax.Array:
     return jnp.where(row_and_column(left.shape)[1] < CHUNK_TOKENS, left, right)
 
 
-def _of_rows(array: Any, heads: tuple[Any, Any]) -> jax.Array:
+def of_rows(array: Any, heads: tuple[Any, Any]) -> jax.Array:
     return _beside(*(array[pl.ds(head, 1)] for head in heads))
 
 
-def _seen() -> jax.Array:
+def seen() -> jax.Array:
     """Return whether a row's token sees a column's, of two heads side by side: [C, 2 * C]."""
     row, column = row_and_column((CHUNK_TOKENS, LANES))
     return _is_seen(row, column & (CHUNK_TOKENS - 1))

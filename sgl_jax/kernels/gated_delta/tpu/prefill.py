@@ -62,7 +62,9 @@ class _Chunks(NamedTuple):
         return self.starts[chunk + 1] - self.starts[chunk]
 
 
-class _Kernel(NamedTuple):
+class ChunkKernel(NamedTuple):
+    """The references of a running kernel."""
+
     chunks: _Chunks
     # Gates are float32 [T, 2, 128], the logs of decays, and betas, with a value head in each lane;
     # by channel [T, Hv + 8, 128], the logs of each value head, and betas.
@@ -87,6 +89,10 @@ class _Kernel(NamedTuple):
         return self.buffers.k.dtype
 
 
+# Computes a chunk's outputs in place of its values by head, and the states after it.
+ChunkChange = Callable[[ChunkKernel, jax.Array], None]
+
+
 def prefill_gated_delta(
     tokens: DeltaInputs, states: jax.Array, layer: jax.Array, batch: StateBatch
 ) -> tuple[jax.Array, jax.Array]:
@@ -96,8 +102,23 @@ def prefill_gated_delta(
     the prefill tokens, and the states; in the memory of `v` and `states` if the caller does not use
     them again.
     """
+    return recur_chunks(_for_heads, "gated_delta_prefill", tokens, states, layer, batch)
+
+
+def recur_chunks(
+    change: ChunkChange,
+    name: str,
+    tokens: DeltaInputs,
+    states: jax.Array,
+    layer: jax.Array,
+    batch: StateBatch,
+    heads_each: int = 1,
+) -> tuple[jax.Array, jax.Array]:
+    """Compute the prefill rows' tokens by `change`; return the arrays of tokens and of states.
+
+    A row of values, v's last axis, has those of `heads_each` heads.
+    """
     q, k, v, log_decay, beta = tokens
-    key_heads, value_heads = k.shape[1], v.shape[1]
     beta, which = _in_lanes(beta), None
     if by_channel := tokens.decays_by_channel:
         which = jnp.asarray(summed_tokens(), jnp.bfloat16)
@@ -116,10 +137,11 @@ def prefill_gated_delta(
     )
     scratch = [
         Buffers.scratch(hbm, 2, CHUNK_TOKENS),
-        ChunkByHead.scratch(key_heads, value_heads, by_channel=by_channel),
+        ChunkByHead.scratch(k.shape[1], v.shape[1], by_channel=by_channel),
         Semaphores.scratch(2),
     ]
-    out, states = call(_kernel, "gated_delta_prefill", (chunks,), (which,), hbm, 2, scratch)
+    kernel = partial(_kernel, change=change, heads_each=heads_each)
+    out, states = call(kernel, name, (chunks,), (which,), hbm, 2, scratch)
     return out, states
 
 
@@ -137,9 +159,13 @@ def _kernel(
     buffers: Buffers,
     by_head: ChunkByHead,
     sems: Semaphores,
+    *,
+    change: ChunkChange,
+    heads_each: int,
 ) -> None:
     # Inputs and results share memory: one array is read and written.
-    kernel = _Kernel(chunks, hbm._replace(v=tokens, states=states), buffers, by_head, sems, which)
+    hbm = hbm._replace(v=tokens, states=states)
+    kernel = ChunkKernel(chunks, hbm, buffers, by_head, sems, which)
     num_chunks = chunks.num_chunks[0]
     pl.when(num_chunks > 0)(lambda: _for_inputs(kernel, jnp.int32(0), start))
 
@@ -148,8 +174,8 @@ def _kernel(
         pl.when(chunk + 1 < num_chunks)(lambda: _for_inputs(kernel, chunk + 1, start))
         _for_inputs(kernel, chunk, wait)
         pl.when(chunk >= 2)(lambda: _for_results(kernel, chunk - 2, wait))
-        _begin_chunk(kernel, chunk)
-        _for_heads(kernel, chunk)
+        _begin_chunk(kernel, chunk, heads_each)
+        change(kernel, chunk)
         _end_chunk(kernel, chunk)
         _for_results(kernel, chunk, start)
 
@@ -158,7 +184,7 @@ def _kernel(
         _for_results(kernel, chunk, wait)
 
 
-def _for_inputs(kernel: _Kernel, chunk: jax.Array, do: Callable[[Any], None]) -> None:
+def _for_inputs(kernel: ChunkKernel, chunk: jax.Array, do: Callable[[Any], None]) -> None:
     at = lax.rem(chunk, 2)
 
     def copy(source: Any, target: Any, tokens: Any, here: Any) -> None:
@@ -176,7 +202,7 @@ def _for_inputs(kernel: _Kernel, chunk: jax.Array, do: Callable[[Any], None]) ->
         do(pltpu.make_async_copy(state, target, kernel.sems.states.at[at]))
 
 
-def _for_results(kernel: _Kernel, chunk: jax.Array, do: Callable[[Any], None]) -> None:
+def _for_results(kernel: ChunkKernel, chunk: jax.Array, do: Callable[[Any], None]) -> None:
     at, chunks = lax.rem(chunk, 2), kernel.chunks
     sem = kernel.sems.results.at[at]
 
@@ -194,7 +220,7 @@ def _for_results(kernel: _Kernel, chunk: jax.Array, do: Callable[[Any], None]) -
             do(pltpu.make_async_copy(kernel.buffers.states.at[1, at], target, sem))
 
 
-def _for_runs(kernel: _Kernel, chunk: jax.Array, do: Callable[[Any, Any], None]) -> None:
+def _for_runs(kernel: ChunkKernel, chunk: jax.Array, do: Callable[[Any, Any], None]) -> None:
     """Call do(tokens of the step, tokens of the chunk) for runs that make up the chunk."""
     length, begin = kernel.chunks.length(chunk), kernel.chunks.starts[chunk]
 
@@ -204,7 +230,7 @@ def _for_runs(kernel: _Kernel, chunk: jax.Array, do: Callable[[Any, Any], None])
     for_each_run(length, (CHUNK_TOKENS, RUN_TOKENS, 1), kernel.hbm.v.shape[0], run)
 
 
-def _begin_chunk(kernel: _Kernel, chunk: jax.Array) -> None:
+def _begin_chunk(kernel: ChunkKernel, chunk: jax.Array, heads_each: int) -> None:
     at, buffers, by_head = lax.rem(chunk, 2), kernel.buffers, kernel.by_head
 
     # Zeros in place of missing tokens change nothing.
@@ -227,11 +253,11 @@ def _begin_chunk(kernel: _Kernel, chunk: jax.Array) -> None:
     if kernel.by_channel:
         by_head.spread_betas(buffers.gates[at, :, by_head.v.shape[0]])
     else:
-        by_head.decays.spread(buffers.gates[at, :, 0])
+        by_head.decays.spread(buffers.gates[at, :, 0], heads_each)
         by_head.spread_betas(buffers.gates[at, :, 1])
 
 
-def _end_chunk(kernel: _Kernel, chunk: jax.Array) -> None:
+def _end_chunk(kernel: ChunkKernel, chunk: jax.Array) -> None:
     out = kernel.buffers.out.at[lax.rem(chunk, 2)]
 
     @pl.loop(0, CHUNK_TOKENS // TURNED_TOKENS)
@@ -240,9 +266,9 @@ def _end_chunk(kernel: _Kernel, chunk: jax.Array) -> None:
         out[some] = jnp.swapaxes(kernel.by_head.v[:, some], 0, 1).astype(out.dtype)
 
 
-def _for_heads(kernel: _Kernel, chunk: jax.Array) -> None:
+def _for_heads(kernel: ChunkKernel, chunk: jax.Array) -> None:
     key_heads, at = kernel.by_head.k.shape[0], lax.rem(chunk, 2)
-    before = _state_before(kernel, chunk)
+    before = state_before(kernel, chunk)
     at_once = max(
         n
         for n in range(1, key_heads + 1)
@@ -254,13 +280,14 @@ def _for_heads(kernel: _Kernel, chunk: jax.Array) -> None:
         _change(kernel, [i * at_once + n for n in range(at_once)], before, at)
 
 
-def _state_before(kernel: _Kernel, chunk: jax.Array) -> Any:
+def state_before(kernel: ChunkKernel, chunk: jax.Array) -> Any:
+    """Return the reference to the states before a chunk."""
     at = lax.rem(chunk, 2)
     is_stored = kernel.chunks.sources[chunk] >= 0
     return kernel.buffers.states.at[jnp.where(is_stored, 0, 1), jnp.where(is_stored, at, 1 - at)]
 
 
-def _change(kernel: _Kernel, key_heads: list[Any], before: Any, at: Any) -> None:
+def _change(kernel: ChunkKernel, key_heads: list[Any], before: Any, at: Any) -> None:
     """Compute the outputs of some key heads' value heads, and their states after the chunk."""
     by_head, group = kernel.by_head, kernel.group
     vectors = Vectors(
@@ -280,7 +307,7 @@ def _change(kernel: _Kernel, key_heads: list[Any], before: Any, at: Any) -> None
     _change_pairs(kernel, pairs, before, at)
 
 
-def _change_pairs(kernel: _Kernel, pairs: list[Pair], before: Any, at: Any) -> None:
+def _change_pairs(kernel: ChunkKernel, pairs: list[Pair], before: Any, at: Any) -> None:
     """Compute `_change` for pairs of value heads, with stores last, so that no load waits."""
     by_head, dtype = kernel.by_head, kernel.product_dtype
     # Products with the old state come first: they need no inverse, and the compiler schedules them
@@ -308,7 +335,7 @@ def _halves(both: jax.Array) -> list[jax.Array]:
     return [both[:, :LANES], both[:, LANES:]]
 
 
-def _found(kernel: _Kernel, pair: Pair, before: Any) -> tuple[list[jax.Array], list[jax.Array]]:
+def _found(kernel: ChunkKernel, pair: Pair, before: Any) -> tuple[list[jax.Array], list[jax.Array]]:
     """Return the old states' part of outputs [C, 128], and right sides, of two value heads."""
     by_head, dtype, rows = kernel.by_head, kernel.product_dtype, pair.rows
     states = [before[head].astype(dtype) for head in pair.heads]

@@ -158,9 +158,9 @@ def forget_a_wait(name):
 
 
 def go_on_from_another_buffer(monkeypatch):
-    before = module._state_before
+    before = module.state_before
     monkeypatch.setattr(
-        module, "_state_before", lambda kernel, chunk: before(kernel, jnp.maximum(chunk - 1, 0))
+        module, "state_before", lambda kernel, chunk: before(kernel, jnp.maximum(chunk - 1, 0))
     )
 
 
@@ -178,12 +178,12 @@ def take_the_decay_of_other_blocks(monkeypatch):
 
 
 def write_another_slot(monkeypatch):
-    kernel_of = module._Kernel
+    kernel_of = module.ChunkKernel
 
     def wrong(chunks, *others):
         return kernel_of(chunks._replace(targets=chunks.snapshots), *others)
 
-    monkeypatch.setattr(module, "_Kernel", wrong)
+    monkeypatch.setattr(module, "ChunkKernel", wrong)
 
 
 def take_a_chunk_for_full(monkeypatch):
