@@ -54,7 +54,7 @@ class Buckets(NamedTuple):
 
     def for_any_rows(self) -> tuple[int, ...]:
         """Return the token sizes of shapes with as many rows as tokens, or the maximum rows."""
-        return tuple(own.tokens for own in self.all if own.rows == min(own.tokens, self.rows))
+        return tuple(own.tokens for own in self.all if own.rows >= min(own.tokens, self.rows))
 
     @property
     def decode(self) -> tuple[Bucket, ...]:
@@ -92,7 +92,7 @@ def choose_buckets(args: ServerArgs, platform: str) -> Buckets:
         draft_tokens=args.num_draft_tokens,
         all=(),
     )
-    size = _ACCELERATOR_MIN_TOKENS
+    most_rows, size = limits.rows, _ACCELERATOR_MIN_TOKENS
     shapes = []
     if platform == "cpu":
         size = 2 * _CPU_TOKENS[-1]
@@ -112,8 +112,8 @@ def choose_buckets(args: ServerArgs, platform: str) -> Buckets:
         shapes.append(Bucket(most, most))
     if args.enable_deterministic_inference:
         # Whole blocks of rows, which are the least that a layer computes.
-        limits = limits._replace(rows=max(limits.rows, BLOCK_ROWS))
+        most_rows = max(limits.rows, BLOCK_ROWS)
         shapes = [Bucket(*(max(size, BLOCK_ROWS) for size in shape)) for shape in shapes]
-    capped = {Bucket(min(shape.rows, limits.rows), shape.tokens) for shape in shapes}
+    capped = {Bucket(min(shape.rows, most_rows), shape.tokens) for shape in shapes}
     in_order = sorted(capped, key=lambda shape: (shape.tokens, shape.rows))
     return limits._replace(all=tuple(in_order))

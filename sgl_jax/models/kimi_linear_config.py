@@ -99,13 +99,13 @@ def _layer_types(linear: Mapping[str, Any], num_layers: int) -> list[str]:
     if not _KINDS.keys() <= linear.keys():
         full, recurrent = _KINDS.values()
         return [full if layer and layer % 4 == 0 else recurrent for layer in range(num_layers)]
-    numbers = {number: kind for name, kind in _KINDS.items() for number in _numbers(linear, name)}
-    if numbers.keys() != set(range(1, num_layers + 1)):
+    listed = sorted((n, kind) for name, kind in _KINDS.items() for n in _numbers(linear, name))
+    if [number for number, _ in listed] != list(range(1, num_layers + 1)):
         raise ModelConfigError(
             f"{' and '.join(_KINDS)} in linear_attn_config must name each of the layers 1 to "
-            f"{num_layers} (num_hidden_layers)"
+            f"{num_layers} (num_hidden_layers) once"
         )
-    return [numbers[layer] for layer in range(1, num_layers + 1)]
+    return [kind for _, kind in listed]
 
 
 def _numbers(linear: Mapping[str, Any], name: str) -> list[int]:

@@ -125,3 +125,6 @@ def test_shapes_of_deterministic_inference_have_whole_blocks(rows):
     assert min(bucket.rows for bucket in buckets.all) >= BLOCK_ROWS
     assert min(bucket.tokens for bucket in buckets.all) >= BLOCK_ROWS
     assert buckets.all[-1].tokens >= 100 + rows
+    # A whole block is computed, but no more requests run than were permitted.
+    assert buckets.rows == rows
+    assert buckets.for_any_rows() == tuple(bucket.tokens for bucket in buckets.all)

@@ -76,6 +76,7 @@ LINEAR = RAW["linear_attn_config"]
         ("linear_num_key_heads", {"linear_num_key_heads": 16}),
         ("gate in linear_attn_config", {"linear_attn_config": LINEAR | {"gate": "silu"}}),
         ("kda_layers", {"linear_attn_config": LINEAR | {"kda_layers": [1, 2]}}),
+        ("kda_layers", {"linear_attn_config": LINEAR | {"kda_layers": list(range(1, 28))}}),
         ("full_attn_layers", {"linear_attn_config": LINEAR | {"full_attn_layers": 4}}),
         ("hidden_act", {"hidden_act": "gelu_pytorch_tanh"}),
     ],

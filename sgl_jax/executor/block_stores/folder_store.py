@@ -68,7 +68,9 @@ class FolderStore:
     def put(self, keys: Sequence[str], values: Sequence[bytes]) -> None:
         """Write each value that is not larger than the store. Raises `StoreBusyError` if another
         engine holds the lock."""
-        for part in self._parts(dict(zip(keys, values, strict=True))):
+        for number, part in enumerate(self._parts(dict(zip(keys, values, strict=True)))):
+            if number:
+                time.sleep(2 * _POLL_S)  # an engine that waits for the lock takes it
             with self._count() as count:
                 if count is None:
                     raise StoreBusyError(f"{self._folder}: another engine holds the lock")

@@ -6,9 +6,11 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -216,6 +218,30 @@ def test_an_engine_that_holds_the_lock_for_ever_stops_no_other(
         assert other.get([key(1)]) == [None]
     other.put([key(2)], [value(2)])
     assert other.get([key(1), key(2)]) == [None, value(2)]
+
+
+def test_another_engine_puts_during_a_long_put(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder_store, "_LOCKED_BYTES", 1)
+    monkeypatch.setattr(folder_store, "_LOCK_LIMIT_S", 0.2)
+    written, put_part = threading.Event(), FolderStore._put
+
+    def put_slowly(self: FolderStore, part: dict[str, bytes], count: Any) -> None:
+        put_part(self, part, count)
+        written.set()
+        time.sleep(0.02)
+
+    monkeypatch.setattr(FolderStore, "_put", put_slowly)
+    busy, other = FolderStore(tmp_path, GIGABYTE), FolderStore(tmp_path, GIGABYTE)
+    with ThreadPoolExecutor(1) as pool:
+        numbers = range(25)
+        long = pool.submit(busy.put, [key(n) for n in numbers], [value(n) for n in numbers])
+        assert written.wait(10)
+        other.put([key(100)], [value(100)])
+        assert not long.done()
+        long.result()
+    assert all(other.exists([*(key(n) for n in numbers), key(100)]))
 
 
 def test_one_thread_puts_while_another_one_reads(tmp_path: Path) -> None:
