@@ -62,7 +62,8 @@ class ImageCache:
         }
         num_new = sum(size for key, size in own.items() if key not in self._entries)
         num_unsent = sum(len(each.slots) for each in self._unsent)
-        if num_new and num_unsent and num_unsent + num_new > self._most_new:
+        # Without a pin, perhaps no request runs, and no step would come.
+        if num_new and num_unsent and self._pinned and num_unsent + num_new > self._most_new:
             return False
         own_keys = set(own)
         num_evictable = sum(

@@ -97,6 +97,13 @@ def test_few_images_are_computed_before_one_step() -> None:
     assert cache.has_room(*prompt((2, 1)), 0)
 
 
+def test_a_request_starts_beside_the_images_of_requests_that_ended_before_their_step() -> None:
+    cache = ImageCache(100, 10)
+    cache.pin(1, *prompt((1, 30)), 0)
+    cache.unpin(1)  # no request runs, so no step would compute the image
+    assert cache.has_room(*prompt((2, 1)), 0)
+
+
 def test_forgotten_images_are_computed_again_and_their_rows_return() -> None:
     cache = ImageCache(10, 100)
     cache.pin(1, *prompt((1, 4)), 0)
