@@ -1,4 +1,4 @@
-"""The images with vectors in a rank's table on the device: a cache by content.
+"""The images with vectors in a rank's table on the device: a cache by content and namespace.
 
 The vectors of an image are computed once, before the step of the plan that has its encoding, and
 stay for later requests with the image until others need the rows: least recently used first. A
@@ -51,12 +51,19 @@ class ImageCache:
         self._unsent: list[ImageEncoding] = []
         self.num_encoded = self.num_hits = 0
 
-    def has_room(self, images: Sequence[ImageInput], tokens: Int32Array, start: int) -> bool:
+    def has_room(
+        self, images: Sequence[ImageInput], tokens: Int32Array, start: int, namespace: str = ""
+    ) -> bool:
         """Return whether a request may start that computes its `tokens` from `start` on."""
-        own = {_key(image, tokens): image.num_tokens for image in images if _end(image) > start}
+        own = {
+            _key(image, tokens, namespace): image.num_tokens
+            for image in images
+            if _end(image) > start
+        }
         num_new = sum(size for key, size in own.items() if key not in self._entries)
         num_unsent = sum(len(each.slots) for each in self._unsent)
-        if num_new and num_unsent and num_unsent + num_new > self._most_new:
+        # Without a pin, perhaps no request runs, and no step would come.
+        if num_new and num_unsent and self._pinned and num_unsent + num_new > self._most_new:
             return False
         own_keys = set(own)
         num_evictable = sum(
@@ -67,12 +74,18 @@ class ImageCache:
         return num_new <= len(self._free) + num_evictable
 
     def pin(
-        self, row: int, images: Sequence[ImageInput], tokens: Int32Array, start: int
+        self,
+        row: int,
+        images: Sequence[ImageInput],
+        tokens: Int32Array,
+        start: int,
+        namespace: str = "",
     ) -> dict[int, Int32Array]:
         """Pin the images of the request in `row` that it computes or reads from `start` on. Return
         their rows of the table, by first token. There must be room."""
         needed = [image for image in images if _end(image) > start]
-        entries = [self._find(image, tokens) for image in needed]
+        keys = [_key(image, tokens, namespace) for image in needed]
+        entries = [self._entries.get(key) for key in keys]
         # Those that are in the table must not be evicted for the others.
         for entry in entries:
             if entry is not None:
@@ -80,9 +93,9 @@ class ImageCache:
                 self._entries.move_to_end(entry.key)
                 self.num_hits += 1
         pinned = []
-        for image, entry in zip(needed, entries, strict=True):
+        for image, key, entry in zip(needed, keys, entries, strict=True):
             if entry is None:
-                entry = self._find(image, tokens) or self._add(image, tokens)
+                entry = self._entries.get(key) or self._add(image, key)
                 entry.num_pins += 1
             pinned.append(entry)
         if pinned:
@@ -128,20 +141,16 @@ class ImageCache:
         if wrong or not set(self._pinned) <= set(rows):
             raise LedgerError("pins of images differ from those of the running requests")
 
-    def _find(self, image: ImageInput, tokens: Int32Array) -> _Entry | None:
-        return self._entries.get(_key(image, tokens))
-
-    def _add(self, image: ImageInput, tokens: Int32Array) -> _Entry:
+    def _add(self, image: ImageInput, key: bytes) -> _Entry:
         num = image.num_tokens
-        for key in list(self._entries):
+        for other in list(self._entries):
             if len(self._free) >= num:
                 break
-            if not self._entries[key].num_pins:
-                self._free = np.concatenate([self._free, self._entries.pop(key).slots])
+            if not self._entries[other].num_pins:
+                self._free = np.concatenate([self._free, self._entries.pop(other).slots])
         assert len(self._free) >= num, "there is room"
         slots, self._free = self._free[:num], self._free[num:]
-        entry = _Entry(_key(image, tokens), slots)
-        self._entries[entry.key] = entry
+        entry = self._entries[key] = _Entry(key, slots)
         self._unsent.append(ImageEncoding(image.height, image.width, image.pixels, slots))
         self.num_encoded += 1
         return entry
@@ -151,9 +160,10 @@ def _end(image: ImageInput) -> int:
     return image.start + image.num_tokens
 
 
-def _key(image: ImageInput, tokens: Int32Array) -> bytes:
+def _key(image: ImageInput, tokens: Int32Array, namespace: str) -> bytes:
     first = tokens[image.start : image.start + min(_KEY_TOKENS, image.num_tokens)]
-    return b"%d %d %s" % (image.height, image.width, first.tobytes())
+    # With the namespace: a fast first token would tell one client what another has sent.
+    return b"%d %d %s %s" % (image.height, image.width, first.tobytes(), namespace.encode())
 
 
 def image_lists(images: Sequence[ImageInput], token_side: int) -> Int32Array:

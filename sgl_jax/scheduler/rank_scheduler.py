@@ -212,15 +212,16 @@ class RankScheduler:
         table of images."""
         self.images.unpin_computed(self.memory.rows.kv_committed_len)
         start = self.reusable_len(request, cursor)
-        return self.images.has_room(request.images, request.tokens, start)
+        return self.images.has_room(request.images, request.tokens, start, request.namespace)
 
     def _with_slots(self, lease: KVLease, request: Request, start: int) -> Int32Array:
         """Return the tokens from `start` on as the device reads them, see `RowAdmission.images`."""
         tokens = request.tokens.copy()
         computed_len = lease.kv_committed_len
-        for first, slots in self.images.pin(
-            lease.row, request.images, request.tokens, computed_len
-        ).items():
+        pinned = self.images.pin(
+            lease.row, request.images, request.tokens, computed_len, request.namespace
+        )
+        for first, slots in pinned.items():
             tokens[first : first + len(slots)] = self._sizes.vocab_size + slots
         return tokens[start:]
 

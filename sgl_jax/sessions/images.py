@@ -26,6 +26,15 @@ def known_images(message: GenerateRequest) -> KnownImages:
     }
 
 
+def kept_images(known: KnownImages, kept: Iterable[Int32Array]) -> KnownImages:
+    """Return the images of which a session keeps the first token, in any of the lists `kept`."""
+    firsts = np.fromiter(known, np.int32, len(known))
+    found = set[int]()
+    for tokens in kept:
+        found.update(firsts[np.isin(firsts, tokens)].tolist())
+    return {first: image for first, image in known.items() if first in found}
+
+
 def find_images(prompt: Int32Array, known: KnownImages, vocab_size: int) -> tuple[ImageInput, ...]:
     """Return the images of a whole prompt, with their places in it.
 

@@ -11,7 +11,7 @@ from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import ForkSession, GenerateRequest, OpenSession
 from sgl_jax.core.shares import Shares, holder_of, tenant_text
 from sgl_jax.core.step_plan import Int32Array
-from sgl_jax.sessions.images import KnownImages, known_images
+from sgl_jax.sessions.images import KnownImages, kept_images, known_images
 from sgl_jax.sessions.streaming import StreamingSession, turn_of
 from sgl_jax.sessions.tree import RegularSession
 
@@ -197,6 +197,8 @@ class SessionStore:
         change = session.num_kept - self._num_kept_of.get(session.session_id, 0)
         self._kept.add(session.holder, change)
         self._num_kept_of[session.session_id] = session.num_kept
+        if known := self._images.get(session.session_id):
+            self._images[session.session_id] = kept_images(known, session.kept_tokens)
 
     def close(self, session_id: str) -> Session:
         """Close a session; if turns are in flight, it takes no more and closes after them."""

@@ -118,6 +118,12 @@ class StreamingSession:
         return max(len(self.tokens), num_pending) + replaced
 
     @property
+    def kept_tokens(self) -> list[Int32Array]:
+        """Return lists of all tokens in host memory, of held turns, too."""
+        replaced = [] if self._replaced is None else [self._replaced.tokens]
+        return [self.tokens, self._pending, *replaced]
+
+    @property
     def num_turns(self) -> int:
         return len(self.turns)
 

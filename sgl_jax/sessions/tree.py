@@ -152,6 +152,11 @@ class RegularSession:
         return self._longest
 
     @property
+    def kept_tokens(self) -> list[Int32Array]:
+        """Return lists of all prompt tokens in host memory, of held turns, too."""
+        return [node.added for node in (*self._nodes.values(), *self._held.values())]
+
+    @property
     def num_turns(self) -> int:
         return len(self._nodes) - len(self._in_flight)
 

@@ -4499,14 +4499,14 @@ MUTATIONS = (
     Mutation(
         "give the rows of a pinned image to another",
         _IMAGES,
-        "if not self._entries[key].num_pins:",
-        "if key:",
+        "if not self._entries[other].num_pins:",
+        "if other:",
     ),
     Mutation(
         "compute an image twice for one request",
         _IMAGES,
-        "entry = self._find(image, tokens) or self._add(image, tokens)",
-        "entry = self._add(image, tokens)",
+        "entry = self._entries.get(key) or self._add(image, key)",
+        "entry = self._add(image, key)",
     ),
     Mutation(
         "lose the rows of a forgotten image",
@@ -4517,8 +4517,14 @@ MUTATIONS = (
     Mutation(
         "need an image that the cached prefix holds",
         _IMAGES,
-        "for image in images if _end(image) > start}",
-        "for image in images if _end(image) >= start}",
+        "            if _end(image) > start\n",
+        "            if _end(image) >= start\n",
+    ),
+    Mutation(
+        "find an image of another namespace",
+        _IMAGES,
+        "first.tobytes(), namespace.encode())",
+        "first.tobytes(), b'')",
     ),
     Mutation(
         "keep the images of a retracted request pinned",

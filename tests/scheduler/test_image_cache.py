@@ -41,6 +41,16 @@ def test_an_image_is_computed_once_and_shared() -> None:
     cache.audit([1, 2])
 
 
+def test_no_image_of_another_namespace_is_found() -> None:
+    cache = ImageCache(20, 100)
+    own = cache.pin(1, *prompt((1, 4)), 0, "a")[3]
+    other = cache.pin(2, *prompt((1, 4)), 0, "b")[3]
+    assert not set(own.tolist()) & set(other.tolist())
+    assert cache.pin(3, *prompt((1, 4)), 0, "a")[3].tolist() == own.tolist()
+    assert (cache.num_encoded, cache.num_hits) == (2, 1)
+    cache.audit([1, 2, 3])
+
+
 def test_images_before_the_computed_part_are_not_needed() -> None:
     cache = ImageCache(4, 100)
     images, tokens = prompt((1, 4), (2, 4))
@@ -84,6 +94,13 @@ def test_few_images_are_computed_before_one_step() -> None:
     assert not cache.has_room(*prompt((2, 1)), 0)
     assert cache.has_room(*prompt((1, 30)), 0)
     cache.take_encodings()
+    assert cache.has_room(*prompt((2, 1)), 0)
+
+
+def test_a_request_starts_beside_the_images_of_requests_that_ended_before_their_step() -> None:
+    cache = ImageCache(100, 10)
+    cache.pin(1, *prompt((1, 30)), 0)
+    cache.unpin(1)  # no request runs, so no step would compute the image
     assert cache.has_room(*prompt((2, 1)), 0)
 
 

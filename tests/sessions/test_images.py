@@ -5,7 +5,9 @@ import pytest
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.image_input import ImageInput, image_token_ids
+from sgl_jax.core.messages import OpenSession, SessionTurn
 from sgl_jax.sessions.images import find_images, known_images
+from sgl_jax.sessions.store import SessionStore
 from tests.scheduler.driver import generate
 
 VOCAB = 50
@@ -42,3 +44,31 @@ def test_an_image_that_is_not_known_is_refused() -> None:
     for prompt in (ids_of(image(2, 3)), ids_of(one)[:2], ids_of(one)[1:]):
         with pytest.raises(InvalidRequestError, match="no longer there"):
             find_images(np.array([1, *prompt], np.int32), known, VOCAB)
+
+
+def test_a_session_keeps_the_images_of_its_history_only() -> None:
+    store = SessionStore(max_sessions=4, max_tokens=1000)
+    for streaming in (True, False):
+        session_id = f"streaming {streaming}"
+        store.open(OpenSession(rid="", session_id=session_id, streaming=streaming))
+        kept = take_turn(store, session_id, image(1, 3), succeeds=True)
+        for content in range(2, 6):
+            take_turn(store, session_id, image(content, 3), succeeds=False)
+            assert list(store.images_of(store.get(session_id))) == [kept]
+
+
+def take_turn(store: SessionStore, session_id: str, own: ImageInput, *, succeeds: bool) -> int:
+    """Begin and end a turn with one image; return the first of its tokens."""
+    rid = f"turn {own.pixels!r}"
+    prompt = ids_of(own)
+    turn = SessionTurn(id=session_id)
+    message = generate(rid, prompt, 1, images=(own,), session=turn)
+    session, whole, _ = store.compose_turn(message)
+    session.hold(message, whole)
+    store.add_images(session, message)
+    store.note_use(session)
+    assert prompt[0] in store.images_of(session)
+    session.enter(rid)
+    session.end(rid, whole if succeeds else None)
+    store.note_use(session)
+    return prompt[0]
