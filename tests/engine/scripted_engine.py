@@ -94,6 +94,7 @@ RANK_COUNTERS = {
     **dict.fromkeys(("retracted_input_tokens", "retracted_output_tokens"), 0),
     **dict.fromkeys(("requests_force_retracted", "host_failed_transfers"), 0),
     **dict.fromkeys(("host_copied_pages", "host_fetched_tokens"), 0),
+    **dict.fromkeys(("image_encodings", "image_cache_hits"), 0),
     **HintCounts().counters(),
     **EvictionPolicy().retained_pages,
     **dict.fromkeys(("store_put_blocks", "store_loaded_tokens"), 0),

@@ -10,6 +10,7 @@ import numpy as np
 
 from sgl_jax.core.compiled import compiled
 from sgl_jax.core.step_plan import Int32Array, IntpArray
+from sgl_jax.mem_cache.errors import OutOfPagesError
 
 FREE = 0
 RESERVED = -1
@@ -68,9 +69,15 @@ class PoolRecords(NamedTuple):
 
     def alloc_each(self, ranks: IntpArray, counts: IntpArray, owners: Int32Array) -> Int32Array:
         """Take a free page for each of `owners`, which are rows: `counts[k]` of them, in order, on
-        rank `ranks[k]`, which has enough; int32[len(owners)]."""
+        rank `ranks[k]`; int32[len(owners)]. Raise `OutOfPagesError`, changing nothing, if a rank
+        has fewer."""
         pages: Int32Array = np.empty(len(owners), np.int32)
-        _pop_on_ranks(ranks, counts, owners, pages, *self)
+        short = _pop_on_ranks(ranks, counts, owners, pages, *self)
+        if short >= 0:
+            num_free = self.counts[ranks[short], NUM_FREE]
+            raise OutOfPagesError(
+                f"rank {ranks[short]}: {counts[short]} pages asked, {num_free} free"
+            )
         return pages
 
 
@@ -181,17 +188,21 @@ def _pop_on_ranks(
     moves: Int32Array,
     calls: IntpArray,
     counts: IntpArray,
-) -> None:
-    """Call `pop_each` on each of `ranks` that is asked for pages: see `PoolRecords.alloc_each`."""
+) -> int:
+    """Call `pop_each` on each of `ranks` that is asked for pages, and return -1. If a rank has too
+    few, change nothing and return its index. See `PoolRecords.alloc_each`."""
     assert len(ranks) == len(num_asked)
     assert num_asked.sum() == len(new_owners) == len(pages)
     assert len(owners) == len(free) == len(moves) == len(calls) == len(counts)
+    for k in range(len(ranks)):
+        assert 0 <= ranks[k] < len(owners)
+        if num_asked[k] > counts[ranks[k], NUM_FREE]:
+            return k
     first = 0
     for k in range(len(ranks)):
         if not num_asked[k]:
             continue
         rank, end = ranks[k], first + num_asked[k]
-        assert 0 <= rank < len(owners)
         assert pop_each(
             new_owners[first:end],
             pages[first:end],
@@ -200,5 +211,6 @@ def _pop_on_ranks(
             moves[rank],
             calls[rank],
             counts[rank],
-        ), "enough pages are free, and only rows take pages"
+        ), "only rows take pages"
         first = end
+    return -1
