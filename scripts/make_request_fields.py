@@ -22,19 +22,21 @@ from sgl_jax.server.apis.context_edits import (
     ContextManagement,
 )
 from sgl_jax.server.apis.embeddings import EmbeddingsBody
+from sgl_jax.server.apis.message_blocks import (
+    Message,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
 from sgl_jax.server.apis.messages import (
     CountTokensBody,
-    Message,
     MessagesBody,
     MessagesTool,
     MessagesToolChoice,
     OutputConfig,
     OutputFormat,
-    TextBlock,
     Thinking,
-    ThinkingBlock,
-    ToolResultBlock,
-    ToolUseBlock,
 )
 from sgl_jax.server.apis.native import AbortBody, GenerateBody, NativeSampling
 from sgl_jax.server.apis.responses import (

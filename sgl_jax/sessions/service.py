@@ -145,7 +145,8 @@ class SessionService(Generic[T]):
         self, turn: ComposedTurn[T], message: GenerateRequest, vocab_size: int
     ) -> tuple[ImageInput, ...]:
         """Return the images of a composed turn's whole prompt. Raises `InvalidRequestError` if the
-        session lacks one."""
+        session lacks one, and `SessionsFullError` if sessions would keep too many."""
+        self.store.check_pixels(message)
         known = self.store.images_of(turn.session) | known_images(message)
         return find_images(turn.prompt, known, vocab_size)
 

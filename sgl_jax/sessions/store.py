@@ -32,6 +32,10 @@ class _Check(NamedTuple):
     session_id: str
 
 
+# Of the images in all histories, uint8 [height, width, 3] each: 1,365 images of a megapixel.
+MAX_PIXEL_BYTES = 4 * 2**30
+
+
 class SessionsFullError(RuntimeError):
     """Too many sessions are open, or they hold too many tokens in total.
 
@@ -182,6 +186,20 @@ class SessionStore:
 
     def images_of(self, session: Session) -> KnownImages:
         return self._images.get(session.session_id, {})
+
+    def check_pixels(self, message: GenerateRequest) -> None:
+        """Raise `SessionsFullError` if all sessions would keep too many bytes of images."""
+        num_new = sum(len(image.pixels) for image in message.images)
+        if num_new == 0:
+            return
+        all_images = (image for known in self._images.values() for _, image in known.values())
+        num_kept = sum(len(image.pixels) for image in all_images)
+        if num_kept + num_new > MAX_PIXEL_BYTES:
+            raise SessionsFullError(
+                f"the histories of sessions have {num_kept} bytes of images, and at most "
+                f"{MAX_PIXEL_BYTES} are kept: close sessions, or send images without a session",
+                is_of_tenant=False,
+            )
 
     def note_use(self, session: Session) -> None:
         """Record the begin or end of a turn. Then closes the session if it is closing and idle."""

@@ -21,8 +21,8 @@ class TextWorkers:
             return
         self.close()
         self._control, theirs = socket.socketpair()
-        # The process forks, which is not safe with the tokenizer's threads.
-        environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+        # The process forks, which is not safe with the threads of the tokenizer and of numpy.
+        environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1"}
         with theirs:
             command = (sys.executable, "-m", "sgl_jax.text.worker", str(theirs.fileno()))
             self._process = subprocess.Popen(

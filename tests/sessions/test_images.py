@@ -7,7 +7,7 @@ from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.image_input import ImageInput, image_token_ids
 from sgl_jax.core.messages import OpenSession, SessionTurn
 from sgl_jax.sessions.images import find_images, known_images
-from sgl_jax.sessions.store import SessionStore
+from sgl_jax.sessions.store import SessionsFullError, SessionStore
 from tests.scheduler.driver import generate
 
 VOCAB = 50
@@ -55,6 +55,21 @@ def test_a_session_keeps_the_images_of_its_history_only() -> None:
         for content in range(2, 6):
             take_turn(store, session_id, image(content, 3), succeeds=False)
             assert list(store.images_of(store.get(session_id))) == [kept]
+
+
+def test_pixels_of_all_histories_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sgl_jax.sessions.store.MAX_PIXEL_BYTES", 2)  # an image here has one byte
+    store = SessionStore(max_sessions=4, max_tokens=1000)
+    for session_id in ("a", "b"):
+        store.open(OpenSession(rid="", session_id=session_id, streaming=True))
+        take_turn(store, session_id, image(1, 3), succeeds=True)
+    third = image(3, 3)
+    message = generate("c", ids_of(third), 1, images=(third,), session=SessionTurn(id="a"))
+    with pytest.raises(SessionsFullError, match="2 bytes of images, and at most 2 are kept"):
+        store.check_pixels(message)
+    store.check_pixels(generate("d", [1], 1, session=SessionTurn(id="a")))
+    store.close("b")
+    store.check_pixels(message)
 
 
 def take_turn(store: SessionStore, session_id: str, own: ImageInput, *, succeeds: bool) -> int:
