@@ -95,17 +95,19 @@ def live_group(
     model: str = "llama",
     waits: bool = True,
     network: Machines | None = None,
+    last_flags: tuple[str, ...] = (),
 ) -> Iterator[list[Host]]:
     """`num_hosts` hosts that serve a golden model, ready unless `waits` is False.
 
-    Whatever runs at the end of the context is killed.
+    The last host also has `last_flags`. Whatever runs at the end of the context is killed.
     """
     address = network.addresses[0] if network else "127.0.0.1"
     common = (
         *("--model-path", str(model_folder(model)), "--nnodes", str(num_hosts)),
         *("--dist-init-addr", f"{address}:{two_free_ports()}", *FLAGS, *flags),
     )
-    hosts = [start_host(folder, rank, common, network) for rank in range(num_hosts)]
+    each = [common] * (num_hosts - 1) + [(*common, *last_flags)]
+    hosts = [start_host(folder, rank, own, network) for rank, own in enumerate(each)]
     try:
         if waits:
             wait_until_ready(hosts)

@@ -18,7 +18,7 @@ import pytest
 
 from sgl_jax.core.errors import FAILED, GROUP_REFUSED, HOST_LOST
 from tests.fault_kit.faults import is_gone
-from tests.multihost.live_group import Host, end, generate, live_group, start_host
+from tests.multihost.live_group import Host, end, generate, live_group
 from tests.multihost.machines import Machines, can_cut, machines
 from tests.support.long import long_but
 from tests.support.waiting import until
@@ -180,12 +180,8 @@ def until_logged(host: Host, text: str) -> None:
 def test_a_host_with_other_settings_is_refused(tmp_path: Path) -> None:
     """The group ends with a code of its own, and both logs have the difference."""
     flags = ("--dp-size", "2", "--dist-timeout", "60")
-    with live_group(tmp_path, 2, *flags, waits=False) as hosts:
-        common = hosts[0].process.args
-        assert isinstance(common, list)
-        hosts[1].process.kill()
-        others = (*map(str, common[common.index("--model-path") :]), "--page-size", "8")
-        hosts[1] = start_host(tmp_path, 1, others)
+    other = ("--page-size", "8")
+    with live_group(tmp_path, 2, *flags, waits=False, last_flags=other) as hosts:
         assert [host.wait(120) for host in hosts] == [GROUP_REFUSED] * 2
         for host in hosts:
             assert "--page-size is '8' there and '4' on host 0" in host.output
