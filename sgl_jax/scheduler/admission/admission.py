@@ -153,7 +153,7 @@ class Admission:
             if chosen is not None:
                 room = rooms[chosen.dp_rank]
                 if chosen.fits and chosen.leader is None:
-                    if not self._has_images(room, request):
+                    if request.images and not self._has_images(room, request):
                         continue
                     if is_thrashing and self._holds_back(room, request, chosen, step):
                         continue
