@@ -31,7 +31,7 @@ FAST = ("large.png", "tower.png")
 
 
 def picture(height: int, width: int) -> Image.Image:
-    """Gradients with a few hard edges."""
+    """Return gradients with a few hard edges."""
     y, x = np.mgrid[:height, :width]
     red, green = 255 * x / max(width - 1, 1), 255 * y / max(height - 1, 1)
     blue = 255 * ((x // 9 + y // 7) % 2)
@@ -39,7 +39,7 @@ def picture(height: int, width: int) -> Image.Image:
 
 
 def veil(height: int, width: int) -> Image.Image:
-    """An alpha channel from clear to opaque."""
+    """Return an alpha channel from clear to opaque."""
     return Image.fromarray(np.tile(np.linspace(0, 255, width, dtype=np.uint8), (height, 1)))
 
 

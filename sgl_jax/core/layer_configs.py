@@ -55,7 +55,7 @@ class GatedDeltaConfig:
     key_dim: int  # per head
     value_dim: int  # per head
     conv_size: int  # width in tokens of the causal convolution of queries, keys and values
-    decays_by_channel: bool = False  # each channel of a key decays by a factor of its own
+    decays_by_channel: bool = False  # each channel of a key has a decay
 
     @property
     def group(self) -> int:
@@ -100,7 +100,7 @@ class StateSpaceConfig:
         return heads if fills else 1
 
     def chip_groups(self, tp_size: int) -> int:
-        """Return the groups of one of `tp_size` chips: its own, or a part of one."""
+        """Return the number of groups on each of `tp_size` chips; at least 1, a part of a group."""
         return max(self.num_groups // tp_size, 1)
 
     def chip_channels(self, tp_size: int) -> int:

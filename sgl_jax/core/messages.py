@@ -153,6 +153,17 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_unknown_hints: int = 0
     images: tuple[ImageInput, ...] = ()
 
+    @property
+    def pixel_bytes(self) -> int:
+        return sum(len(image.pixels) for image in self.images)
+
+    def without_pixels(self) -> "GenerateRequest":
+        """Return the request as it is kept where only the places of its images are read."""
+        if not self.images:
+            return self
+        images = tuple(msgspec.structs.replace(image, pixels=b"") for image in self.images)
+        return msgspec.structs.replace(self, images=images)
+
 
 @call("abort")
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.image_input import FittedImage, ImageInput, ImageSettings, place_images
+from sgl_jax.core.image_input import ImageInput, ImageSettings, place_images
 from sgl_jax.text.images import fit_image
 
 _PARAM = "image_data"
@@ -29,11 +29,7 @@ def with_images(
             _PARAM,
         )
     settings = msgspec.convert(info["images"], ImageSettings)
-    fitted = list[FittedImage]()
-    for image in given:
-        own = fit_image(_as_image(image), settings, info["vocab_size"])
-        ids = np.frombuffer(own.ids, np.int32).tolist()
-        fitted.append(FittedImage(own.height, own.width, own.pixels, ids))
+    fitted = [fit_image(_as_image(image), settings, info["vocab_size"]).fitted for image in given]
     return place_images(prompt_ids, fitted, settings.image_token_id, _PARAM)
 
 

@@ -100,8 +100,9 @@ def compute_step(model: CausalLM, state: StepState, given: RankStep) -> tuple[St
     if state.states is not None:
         state_batch = build_state_batch(state.states, given.controls, given.num_tokens, given.sizes)
         layer_states = state.states.layers
+    tokens = token_table[token_rows, batch.positions]
     hidden, kv_pools, layer_states, counts, draft_hidden, experts = model(
-        tokens := token_table[token_rows, batch.positions],
+        tokens,
         *(batches, state.kv_pools, state_batch, layer_states),
         _image_tokens(state.images, tokens, token_rows, batch, given.sizes),
     )

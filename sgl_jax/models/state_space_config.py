@@ -62,6 +62,6 @@ def _step_limits(raw: Mapping[str, Any]) -> tuple[float, float]:
     for value in (least, most):
         if not (is_int(value) or isinstance(value, float)) or not value >= 0:
             raise ModelConfigError(f"time_step_limit must be numbers from 0 on, got {value!r}")
-    if raw.get("time_step_min"):  # a lower limit of its own
+    if raw.get("time_step_min"):  # the lower limit, in a separate field
         least = max(least, positive_float(raw, "time_step_min"))
     return float(least), float(most)

@@ -63,11 +63,17 @@ def known_models() -> list[str]:
 def read_config(model_path: str) -> ModelConfig:
     """Return the config of a model folder, a config.json, a GGUF file, or a known model. Raises
     ValueError if there is none, or the model is not supported."""
-    return ModelConfig.from_path(config_path(model_path))
+    return ModelConfig.from_path(_config_path(model_path))
 
 
-def config_path(model_path: str) -> Path:
-    """Return the folder or the config.json of a model, see `read_config`."""
+def read_served_config(args: ServerArgs) -> ModelConfig:
+    """Return the config of `args.model_path` as a server with `args` uses it. Raises as
+    `read_config`, and if the model cannot be served so."""
+    path = _config_path(args.model_path)
+    return served_config(ModelConfig.from_path(path), args, path)
+
+
+def _config_path(model_path: str) -> Path:
     if model_path in known_models():
         return _MODELS / f"{model_path}.json"
     if not Path(model_path).exists():
@@ -129,7 +135,7 @@ def parse_plan_request(argv: Sequence[str] | None = None) -> PlanRequest:
         args = ServerArgs(**{name: getattr(words, name) for name in SERVER_SETTINGS})
         if not words.sweep:
             topology.check_mesh(args.dp_size, args.tp_size)
-        config = served_config(read_config(args.model_path), args, config_path(args.model_path))
+        config = read_served_config(args)
         workload = Workload(words.input_len, words.output_len)
         limit = args.context_length or config.max_position_embeddings
         if workload.tokens > limit:

@@ -210,7 +210,7 @@ def device_bytes(engine: EngineProgramsOnPaper, request: PlanRequest) -> DeviceB
     """Return the weights that a device reads in a step, and their layout."""
     experts = layers_and_head = numbers = 0
     for path, own in engine.placed.declared.items():
-        if path[0] == "tower":  # images have their own programs
+        if path[0] == "tower":  # a step does not run the tower
             continue
         # Gathered from the other ranks, then read whole.
         gathered = request.args.dp_size if DATA_AXIS in own.spec else 1

@@ -37,7 +37,6 @@ class ImageCache:
             start. Decoding requests wait for them.
 
     Attributes:
-        unsent: the images to compute before the next step.
         num_encoded: images computed.
         num_hits: images of admitted requests that were in the table.
     """
@@ -86,7 +85,7 @@ class ImageCache:
         needed = [image for image in images if _end(image) > start]
         keys = [_key(image, tokens, namespace) for image in needed]
         entries = [self._entries.get(key) for key in keys]
-        # Those that are in the table must not be evicted for the others.
+        # Pin the images in the table first, so that none is evicted to add another.
         for entry in entries:
             if entry is not None:
                 entry.num_pins += 1

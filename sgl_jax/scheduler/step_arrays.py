@@ -171,7 +171,7 @@ def _rank_plans(
 
 
 def _add_reports(plan: RankPlan, ranks: Ranks, rows: Records, share: Any) -> RankPlan:
-    """Add what the rank's `rows`, LAUNCHED[n], report beside tokens to its plan."""
+    """Add to a plan what its `rows`, LAUNCHED[n], report in addition to tokens."""
     returns_hidden, returns_experts = bool(share["returns_hidden"]), bool(share["returns_experts"])
     plan = plan._replace(returns_hidden=returns_hidden, returns_experts=returns_experts)
     num_scored, top_logprobs_num = int(share["num_scored"]), int(share["top_logprobs_num"])

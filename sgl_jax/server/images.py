@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 from fastapi import Request
 
 from sgl_jax.core import image_input
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.image_input import FittedImage, ImageInput, ImageSettings
+from sgl_jax.core.image_input import ImageInput, ImageSettings
 from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.server.chat_request import LOW_DETAIL_PIXELS, ImageUrl
@@ -127,12 +126,7 @@ def place_images(
     """
     if settings is None or not images:
         return Prompt(ids)
-    fitted = [
-        FittedImage(
-            image.height, image.width, image.pixels, np.frombuffer(image.ids, np.int32).tolist()
-        )
-        for image in images
-    ]
+    fitted = [image.fitted for image in images]
     return Prompt(*image_input.place_images(ids, fitted, settings.image_token_id, "messages"))
 
 

@@ -189,7 +189,7 @@ class SessionStore:
 
     def check_pixels(self, message: GenerateRequest) -> None:
         """Raise `SessionsFullError` if all sessions would keep too many bytes of images."""
-        num_new = sum(len(image.pixels) for image in message.images)
+        num_new = message.pixel_bytes
         if num_new == 0:
             return
         all_images = (image for known in self._images.values() for _, image in known.values())

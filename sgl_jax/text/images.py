@@ -20,7 +20,7 @@ from sgl_jax.text.jobs import DecodedImage, DecodeImage
 
 Image.preinit()  # the formats of these and WebP; `Image.open` would import the rest
 assert WebPImagePlugin.SUPPORTED
-Image.MAX_IMAGE_PIXELS = None  # a job has its own limit
+Image.MAX_IMAGE_PIXELS = None  # jobs set the limit
 _MAX_RATIO = 200  # of the sides, as in the model's processor
 _DATA_URI = re.compile(r"\s*data:(?P<kind>[^,;]*)(?P<options>(?:;[^,;]*)*),", re.IGNORECASE)
 _KINDS = ("image/", "application/octet-stream")

@@ -5,10 +5,11 @@ bytes, little-endian) followed by that many bytes of msgpack.
 """
 
 import struct
+from array import array
 
 import msgspec
 
-from sgl_jax.core.image_input import ImageSettings
+from sgl_jax.core.image_input import FittedImage, ImageSettings
 from sgl_jax.text.template_abilities import TemplateAbilities
 
 READY = b"+"
@@ -91,6 +92,10 @@ class DecodedImage(msgspec.Struct, frozen=True, tag="pixels"):
     width: int
     pixels: bytes
     ids: bytes
+
+    @property
+    def fitted(self) -> FittedImage:
+        return FittedImage(self.height, self.width, self.pixels, array("i", self.ids).tolist())
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

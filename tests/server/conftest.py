@@ -2,7 +2,6 @@
 
 import asyncio
 import functools
-import json
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -35,7 +34,7 @@ from sgl_jax.server.text_pool import TextPool
 from sgl_jax.text.tokenizer import Tokenizer
 from sgl_jax.text.worker_process import TextWorkers
 from tests.engine.scripted_engine import ScriptedEngine
-from tests.support.tokenizers import byte_level, save
+from tests.support.tokenizers import byte_level, save, save_with_template
 from tests.support.waiting import meanwhile_until
 
 MAX_QUEUED = 100
@@ -176,14 +175,7 @@ Served = tuple[Rig, openai.AsyncOpenAI]
 
 def save_tools_model(folder: Path, template: str = TOOLS_TEMPLATE) -> Path:
     """Save a tokenizer with the marks of calls, and this chat template."""
-    rust = byte_level()
-    rust.add_special_tokens(TOOLS_SPECIALS)
-    save(rust, folder)
-    (folder / "chat_template.jinja").write_text(template)
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    config["extra_special_tokens"] += TOOLS_SPECIALS
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder
+    return save_with_template(folder, template, TOOLS_SPECIALS)
 
 
 @pytest.fixture(scope="session")

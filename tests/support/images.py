@@ -2,14 +2,13 @@
 
 import base64
 import io
-import json
 from pathlib import Path
 
 from PIL import Image
 
 from sgl_jax.core.image_input import ImageSettings
 from sgl_jax.text.tokenizer import Tokenizer
-from tests.support.tokenizers import byte_level, save
+from tests.support.tokenizers import save_with_template
 
 SPECIALS = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|tool|>", "<|system|>"]
 # As Qwen's templates do.
@@ -24,14 +23,7 @@ TEMPLATE = (
 
 
 def save_image_model(folder: Path) -> Path:
-    rust = byte_level()
-    rust.add_special_tokens(SPECIALS)
-    save(rust, folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    config["extra_special_tokens"] += SPECIALS
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder
+    return save_with_template(folder, TEMPLATE, SPECIALS)
 
 
 def image_settings(tokenizer: Tokenizer) -> ImageSettings:

@@ -78,3 +78,15 @@ def save(rust: RustTokenizer, folder: Path) -> Path:
 
 def load(rust: RustTokenizer, folder: Path) -> Tokenizer:
     return Tokenizer.load(str(save(rust, folder)))
+
+
+def save_with_template(folder: Path, template: str, tokens: list[str]) -> Path:
+    """Save a tokenizer with more special `tokens`, and this chat template."""
+    rust = byte_level()
+    rust.add_special_tokens(tokens)
+    save(rust, folder)
+    (folder / "chat_template.jinja").write_text(template)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["extra_special_tokens"] += tokens
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder

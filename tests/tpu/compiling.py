@@ -48,3 +48,12 @@ def generations(*by_default):
     return [
         pytest.param(name, marks=() if name in by_default else pytest.mark.long) for name in CHIPS
     ]
+
+
+def check_states_in_place(compiled, seconds, state_bytes, most_temporary):
+    """A recurrence's program of three kernels updates all states in place, and copies none."""
+    memory = compiled.memory_analysis()
+    assert num_kernels(compiled) == 3
+    assert memory.alias_size_in_bytes >= state_bytes
+    assert memory.temp_size_in_bytes < most_temporary
+    assert seconds < 3 * MAX_COMPILE_S

@@ -5,8 +5,7 @@ import math
 import pytest
 
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.models.served import served_config
-from sgl_jax.planner.arguments import PlanRequest, Workload, config_path, read_config
+from sgl_jax.planner.arguments import PlanRequest, Workload, read_served_config
 from sgl_jax.planner.engine_programs import engine_programs
 from sgl_jax.planner.memory import plan_memory
 from sgl_jax.planner.topology import Topology, has_tpu_compiler, topology_mesh
@@ -31,7 +30,7 @@ def test_the_tower_fits_the_memory_set_aside_and_changes_its_table_in_place(
         enable_multimodal=True,
     )
     topology = Topology.parse("v6e-1")
-    config = served_config(read_config(MODEL), args, config_path(MODEL))
+    config = read_served_config(args)
     request = PlanRequest(args, config, topology, Workload(1024, 1024))
     pool_pages = tuple(num + 1 for num in plan_memory(request).pool_pages)
     engine = engine_programs(args, config, topology_mesh(topology, 1, 1), pool_pages)

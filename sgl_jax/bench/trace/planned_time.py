@@ -16,8 +16,7 @@ from sgl_jax.bench.trace.step_time import RankLoad
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.models.config import ModelConfig
-from sgl_jax.models.served import served_config
-from sgl_jax.planner.arguments import PlanRequest, Workload, config_path, read_config
+from sgl_jax.planner.arguments import PlanRequest, Workload, read_served_config
 from sgl_jax.planner.engine_programs import engine_programs
 from sgl_jax.planner.estimate import device_bytes
 from sgl_jax.planner.kernel_time import DeviceBytes, StepWork, attention_time
@@ -63,7 +62,7 @@ def planned_step_time(args: ServerArgs, topology_name: str) -> tuple[EngineSizes
     """
     jax.config.update("jax_platforms", "cpu")  # nothing runs, and a local TPU may be busy
     topology = Topology.parse(topology_name)
-    config = served_config(read_config(args.model_path), args, config_path(args.model_path))
+    config = read_served_config(args)
     request = PlanRequest(args, config, topology, Workload(1, 1))
     memory = plan_memory(request)
     if memory.num_pages < 1:

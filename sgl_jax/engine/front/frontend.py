@@ -142,7 +142,7 @@ class Frontend:
         """
         unique = msgspec.structs.replace(request, rid=f"{request.rid}#{next(self._sequence)}")
         stream = RequestStream(
-            _without_pixels(unique),
+            unique.without_pixels(),
             self.tokenizer,
             self._lock,
             on_ready,
@@ -157,9 +157,8 @@ class Frontend:
         with self._lock:
             self.check_alive()
             if not unique.is_probe:
-                pixel_bytes = sum(len(image.pixels) for image in unique.images)
-                self.pending.check_room(num_together, unique.tenant, pixel_bytes)
-                self.pending.add(unique.rid, unique.tenant, pixel_bytes)
+                self.pending.check_room(num_together, unique.tenant, unique.pixel_bytes)
+                self.pending.add(unique.rid, unique.tenant, unique.pixel_bytes)
             stream.note_weights(self.weight_version)
             self._streams[unique.rid] = stream
         try:
@@ -399,11 +398,3 @@ class Frontend:
         if self._log_requests:
             facts = stream.request.rid, how, stream.num_output_tokens, stream.e2e_latency_s
             logger.info("request %r: %s after %d tokens and %.3f s", *facts)
-
-
-def _without_pixels(request: GenerateRequest) -> GenerateRequest:
-    """Return the request as its stream keeps it until its end."""
-    if not request.images:
-        return request
-    images = tuple(msgspec.structs.replace(image, pixels=b"") for image in request.images)
-    return msgspec.structs.replace(request, images=images)

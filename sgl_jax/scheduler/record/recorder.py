@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from sgl_jax.core.engine_messages import Reply
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.messages import GenerateRequest
@@ -31,7 +29,8 @@ class RecordedScheduler(Scheduler):
         write(events.Started(sizes, args.for_scheduler(), max_skip_count))
 
     def handle(self, event: events.Event) -> Any:
-        self._write(_without_pixels(event))
+        # No decision depends on pixels, and they are long.
+        self._write(event.without_pixels() if isinstance(event, GenerateRequest) else event)
         try:
             value = super().handle(event)
         except Exception as error:
@@ -41,14 +40,6 @@ class RecordedScheduler(Scheduler):
         if decision is not None:
             self._write(decision)
         return value
-
-
-def _without_pixels(event: events.Event) -> events.Event:
-    """Return the event as it is recorded: no decision depends on pixels, and they are long."""
-    if not isinstance(event, GenerateRequest) or not event.images:
-        return event
-    images = tuple(msgspec.structs.replace(image, pixels=b"") for image in event.images)
-    return msgspec.structs.replace(event, images=images)
 
 
 def _plan_without_pixels(plan: StepPlan) -> StepPlan:

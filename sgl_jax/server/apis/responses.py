@@ -22,6 +22,7 @@ from sgl_jax.server.apis.response_events import ResponseObject, ResponsesFormat
 from sgl_jax.server.apis.response_store import ResponseStore, StoredResponse
 from sgl_jax.server.chat import answer_chat
 from sgl_jax.server.chat_request import (
+    IMAGE_URL,
     MAX_MESSAGES,
     CalledFunction,
     ChatRequest,
@@ -65,9 +66,7 @@ class InputImage(ImageForm):
     """An image: PNG, JPEG or WebP."""
 
     type: Literal["input_image"]
-    image_url: str = Field(
-        description="a data URI, or a URL of a domain in --allowed-media-domains"
-    )
+    image_url: str = Field(description=IMAGE_URL)
     detail: Detail = "auto"
 
     @property

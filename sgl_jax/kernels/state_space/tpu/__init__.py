@@ -1,4 +1,4 @@
-"""State space models for TPU: two kernels, one after the other, as for gated delta nets."""
+"""State space models for TPU: a kernel of decode rows, then a kernel of prefill rows."""
 
 import jax
 
