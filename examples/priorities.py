@@ -6,8 +6,8 @@ It needs a server with priorities and one row. Its URL is an optional argument:
 
 The requests end in this order:
 
+    priority 40
     priority 20
-    priority 10
     priority 0
 """
 
@@ -16,7 +16,7 @@ import sys
 
 import httpx
 
-PRIORITIES = (0, 10, 20)
+PRIORITIES = (0, 20, 40)  # differ by more than --priority-scheduling-preemption-threshold
 
 
 def main(url: str = "http://127.0.0.1:30000") -> None:
