@@ -46,6 +46,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if _ALL_LONG.search(collection_path.read_text()) else None
 
 
+def pytest_collection_finish() -> None:
+    """Leave modules and collected tests out of garbage collections, which would walk them often."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Let a worker end no earlier than a minute after the test's own time-out.

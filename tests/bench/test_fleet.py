@@ -19,6 +19,7 @@ from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.mem_cache.eviction.ghost_pages import PrefixHasher
 from tests.bench.traced import EXCERPT, request
+from tests.support.long import long_but
 
 PAGE_SIZE = 128
 # Without a cost for each KV token: a burst has the mean of its steps.
@@ -93,6 +94,7 @@ def test_one_copy_is_the_record(excerpt):
 # -- one engine -----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_bursts_of_decode_steps_change_no_figure(excerpt):
     traffic = Traffic(excerpt, 1, speedup=0.3)
     one_by_one, in_bursts = engine_of(excerpt, burst_steps=1), engine_of(excerpt)
@@ -253,7 +255,7 @@ def test_prefix_aware_finds_the_least_loaded_of_many_holders():
 # -- the fleet ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", long_but(POLICIES, "cache_aware", "round_robin"))
 def test_all_requests_are_served(policy, excerpt):
     shape = shape_of(excerpt[:60], num_engines=3, copies=2, num_tokens=200_000)
     run = run_fleet(policy, shape, num_processes=1)
@@ -341,6 +343,7 @@ def test_a_killed_process_ends_the_run(excerpt):
 SHORT = [str(EXCERPT), "--num-requests", "20", "--num-engines", "2", "--copies", "2"]
 
 
+@pytest.mark.long
 def test_the_command_prints_a_line_for_each_policy(capsys, tmp_path):
     plot = tmp_path / "fleet.svg"
     assert main([*SHORT, "--policies", "sticky,prefix_aware", "--plot", str(plot)]) == 0

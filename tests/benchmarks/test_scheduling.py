@@ -21,6 +21,7 @@ from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.shares import Tenant
 from sgl_jax.scheduler.events import PlanStep
+from tests.support.long import long_but
 
 COUNTS = Path(__file__).parent / "scheduling_counts.json"
 
@@ -249,7 +250,10 @@ def test_there_are_forty_loads_of_all_kinds() -> None:
     assert (min(pools), max(pools)) == (2_048, 1_048_576)
 
 
-@pytest.mark.parametrize("name", SHORT_LOADS)
+SHORT_BY_DEFAULT = ("aborts-16", "preempted-stream", "shares", "full-rank-16")
+
+
+@pytest.mark.parametrize("name", long_but(SHORT_LOADS, *SHORT_BY_DEFAULT))
 def test_short_loads_have_their_exact_counts(name: str) -> None:
     """Update the file after a change of policy: `python -m benchmarks.scheduling --help`."""
     comparison = compare(SHORT_LOADS[name])

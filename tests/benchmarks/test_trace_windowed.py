@@ -7,6 +7,7 @@ from benchmarks.trace.windowed import GEMMA_3, GPT_OSS, LayerMix, windowed_hit_r
 from sgl_jax.bench.trace.reading import BLOCK_TOKENS, TracedRequest, read_trace
 from tests.bench.traced import EXCERPT
 from tests.mem_cache.cache_loads import branches, conversations, system_prompts
+from tests.support.long import long
 
 # By default one: groups in one pool.
 MIXES = [
@@ -30,7 +31,7 @@ def test_windows_lose_no_more_than_a_twentieth_in_the_same_memory(name: str, mix
     assert rates.windowed >= 0.95 * rates.full_alone
 
 
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("mix", long(*MIXES))
 def test_windows_serve_more_of_recorded_traffic_in_the_same_memory(mix: LayerMix) -> None:
     trace = read_trace(EXCERPT)
     rates = windowed_hit_rates(trace, 300, mix, page_size=BLOCK_TOKENS, policy="adaptive")

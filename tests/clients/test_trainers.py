@@ -153,6 +153,7 @@ def assert_equal(partial: list[Sample], whole: list[Sample]) -> None:
         assert own.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_rounds", [1, *long(3)])
 def test_slime_shares_its_devices_and_resends_aborted_samples(
     calls: Calls, policies: list[str], num_rounds: int

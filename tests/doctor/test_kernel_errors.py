@@ -46,7 +46,7 @@ MODELS = {
     "state spaces": ("nemotron-h-8b", [], ["state_space"]),
 }
 CASES = [(model, kernel) for model, (*_, kernels) in MODELS.items() for kernel in kernels]
-BY_DEFAULT = [("experts", "expert_dispatch.add")]
+BY_DEFAULT = [("quantized", "multiply_quantized")]
 
 
 @pytest.fixture
@@ -84,11 +84,11 @@ def report(folder, capsys):
 
 
 def with_fault(name, change):
-    """All kernels, simulated; `change` is applied to the first result of one."""
+    """XLA's kernels but for one, simulated: `change` is applied to its first result."""
 
     def kernels(platform, backend):
-        calls = calls_of(kernels_of(platform, backend))
-        right = calls[name]
+        calls = calls_of(kernels_of("gpu", "xla"))
+        right = calls_of(kernels_of(platform, backend))[name]
 
         def wrong(*args, **kwargs):
             found = right(*args, **kwargs)

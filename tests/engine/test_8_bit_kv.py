@@ -74,6 +74,7 @@ def test_scales_are_found_for_each_layer_and_head(scales):
         assert (array != 1.0).all()  # as it would be without
 
 
+@pytest.mark.long
 def test_questions_are_answered_right(calm):
     assert_right(calm)
 

@@ -374,6 +374,7 @@ def test_messages_that_wait_for_the_thread_together_are_answered_in_turn(
     assert outputs(engine) == of_new[1]
 
 
+@pytest.mark.long
 def test_a_deleted_draft_layer_must_come_again(tmp_path: Path) -> None:
     """Otherwise an update may have its tensors alone, or lack them."""
     folder = write_checkpoint(tmp_path, random_weights())

@@ -193,6 +193,7 @@ def test_those_that_wait_can_be_aborted_and_are_at_a_shutdown(
     assert ends["y"].message == "the engine was shut down"
 
 
+@pytest.mark.long
 def test_two_programs_serve_all_until_the_others_are_compiled(
     make_core: Callable[..., EngineCore], compiler: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -130,6 +130,7 @@ def check_all_found(folder: Path, family: str, writer: Sizes, reader: Sizes) -> 
     assert counters["store_loaded_tokens"] == sum(cached)
 
 
+@pytest.mark.long
 def test_an_engine_with_more_chips_and_larger_pages_finds_stored_prefixes(tmp_path: Path) -> None:
     check_all_found(tmp_path, "qwen3", (1, 16), (2, 32))
 

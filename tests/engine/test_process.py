@@ -97,6 +97,7 @@ def test_the_log_of_the_real_engine_reaches_the_terminal(capfd: pytest.CaptureFi
     assert all(re.search(" (INFO|WARNING) sgl_jax[.]", line) for line in lines), lines
 
 
+@pytest.mark.long
 def test_it_ends_at_once_though_a_program_is_being_compiled() -> None:
     with running(command=STALLED, model_path=str(GOLDEN), warmup="plain") as (process, client, _):
         assert isinstance(asyncio.run(first_message(client)), EngineInfo)

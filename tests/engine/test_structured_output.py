@@ -165,6 +165,7 @@ def test_what_contradicts_a_grammar_is_refused(engine: Engine) -> None:
         assert refusal.value.param == param
 
 
+@pytest.mark.long
 def test_a_grammar_that_costs_too_much_ends_its_request_alone(engine: Engine) -> None:
     ambiguous = {
         "ebnf": 'start: x\nx: x x | "a" | "b"',

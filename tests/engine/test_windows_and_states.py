@@ -39,7 +39,7 @@ QUANTIZED = [
     *(("qwen3_5", "w8a8_int8"), ("gemma3", "w8a8_fp8")),
 ]
 MODELS = [*[(family, "none") for family in FAMILIES], *QUANTIZED]
-BY_DEFAULT = ("qwen3_5", "w8a8_int8")
+BY_DEFAULT = ("qwen3_5", "none")
 
 
 @pytest.fixture(
@@ -146,7 +146,9 @@ def test_a_prefix_of_what_is_cached_is_gone_on_with(
     "settings",
     [
         pytest.param(
-            DRAFTS | {"test_retract": True, "test_retract_interval": 4}, id="drafts, retract"
+            DRAFTS | {"test_retract": True, "test_retract_interval": 4},
+            id="drafts, retract",
+            marks=pytest.mark.long,
         ),
         pytest.param(
             {"disable_radix_cache": True, "disable_overlap_schedule": True},

@@ -125,6 +125,7 @@ def test_a_row_that_turns_non_finite_in_a_later_step_is_marked_first(make_execut
     assert marked == [[NON_FINITE] + [-1] * (MOST - 1), *clean[1:]]
 
 
+@pytest.mark.long
 def test_ranks_take_as_many_steps_as_the_longest_row_of_any(make_executor):
     executor = make_executor(num_decode_steps=str(MOST))
     driver = started(executor, [GREEDY, RANDOM, RANDOM])

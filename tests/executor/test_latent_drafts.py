@@ -60,6 +60,7 @@ def test_drafts_are_those_of_the_plain_layer(make, latent_model, settings):
     assert check_drafts(make(**DRAFTING | settings), reference, 7) > 15
 
 
+@pytest.mark.long
 def test_drafts_of_a_model_without_latents_of_queries(make, tmp_path):
     folder = write_drafting_checkpoint(tmp_path, query_latents=False)
     executor = make(model_path=str(folder), **DRAFTING)

@@ -82,8 +82,15 @@ def rows(dp_size=1, sampling=None, prompts=PROMPTS):
     ]
 
 
-@pytest.mark.parametrize(("chunk", "prompts"), [(3, PROMPTS[:2]), (8, PROMPTS[1:2])])
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(
+    ("chunk", "prompts", "overlap"),
+    [
+        (3, PROMPTS[:2], True),
+        (8, PROMPTS[1:2], False),
+        pytest.param(3, PROMPTS[:2], False, marks=pytest.mark.long),
+        pytest.param(8, PROMPTS[1:2], True, marks=pytest.mark.long),
+    ],
+)
 def test_chunked_prefill_and_decode_give_the_tokens_of_recomputation(
     make_executor, greedy, chunk, prompts, overlap
 ):
@@ -127,14 +134,14 @@ RANDOM = SamplingParams(temperature=0.7, top_k=3, frequency_penalty=0.3, min_new
     ("sampling", "dp_size", "overlap"),
     [
         (GREEDY, 1, True),
-        (GREEDY, 2, False),
-        (RANDOM, 1, False),
         (RANDOM, 2, True),
         *[
             pytest.param(*own, marks=pytest.mark.long)
             for own in (
                 (GREEDY, 1, False),
+                (GREEDY, 2, False),
                 (GREEDY, 2, True),
+                (RANDOM, 1, False),
                 (RANDOM, 1, True),
                 (RANDOM, 2, False),
             )
@@ -369,7 +376,10 @@ def test_programs_are_compiled_while_weights_are_loaded(make_args, monkeypatch):
     executor.warm_up()
 
 
-@pytest.mark.parametrize(("found", "kept"), [(60, 60), (100, 101), (110, 101)])
+@pytest.mark.parametrize(
+    ("found", "kept"),
+    [(60, 60), (110, 101), pytest.param(100, 101, marks=pytest.mark.long)],
+)
 def test_pools_shrink_if_weights_take_clearly_more_than_planned(
     make_args, monkeypatch, greedy, found, kept
 ):

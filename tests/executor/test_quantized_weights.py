@@ -38,6 +38,7 @@ def test_a_quantized_checkpoint_may_take_the_place_of_another(tmp_path):
     assert sum(changed) == 1
 
 
+@pytest.mark.long
 def test_other_weights_are_quantized_as_the_first_were(tmp_path, caplog):
     caplog.set_level("INFO")
     own = executor(FLOATS, quantization="int8")

@@ -33,11 +33,8 @@ PASSING = ("pause", "slow")
 SHORTAGES = ("no_memory", "no_files", "no_disk")
 QUICK = {
     ("loading", "engine", "kill"),
-    ("warm-up", "engine", "stop"),
     ("serving", "server", "kill"),
     ("serving", "engine", "no_files"),
-    ("serving", "engine", "slow"),
-    ("draining", "engine", "kill"),
 }
 CASES = [
     pytest.param(

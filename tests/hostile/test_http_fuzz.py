@@ -11,7 +11,7 @@ NUM_REQUESTS, NUM_LONG = 100, 10_000
 
 
 def fuzz(folder: Path, num_requests: int, seed: int) -> HttpFuzz:
-    with live_server(folder, *FLAGS) as server:
+    with live_server(folder, *FLAGS, is_quickly_compiled=True) as server:
         run = HttpFuzz(server, seed)
         run.run(num_requests)
     print(run.summary())

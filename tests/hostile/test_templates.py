@@ -16,6 +16,7 @@ FILL = "{{ 'a' * 10**11 }}"
 STOP_S = 15.0  # drain and kill
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("program", "status"),
     [

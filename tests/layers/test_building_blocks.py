@@ -42,6 +42,7 @@ from tests.layers.modules import (
     mixture_of_experts,
     normalised,
 )
+from tests.support.long import long
 
 TOLERANCE = 1e-5
 
@@ -164,7 +165,7 @@ def test_a_shared_expert_serves_every_token_by_its_own_weight(tp):
     np.testing.assert_allclose(actual, expected, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [2, *long(1)])
 @pytest.mark.parametrize("simulate", [False, True], ids=["XLA", "the TPU's kernel"])
 def test_experts_with_biases_and_clamped_gates(simulate, tp):
     x = np.random.default_rng(1).normal(size=(40, 8)).astype(np.float32) / 2

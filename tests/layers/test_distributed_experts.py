@@ -20,6 +20,7 @@ from sgl_jax.layers.moe import ExpertCopies, clamped_swiglu, copy_keys
 from sgl_jax.models.expert_placement import place_experts
 from tests.layers.modules import declared_shapes, declared_specs, mixture_of_experts
 from tests.models.configs import EXPERTS, read
+from tests.support.long import long, long_but
 
 TOKENS, HIDDEN = 12, 8  # of a rank
 NUM_EXPERTS = 5
@@ -142,6 +143,7 @@ CHOICES = (
     an_idle_rank,
     one_token,
 )
+BY_DEFAULT = (any_tokens, one_chips_experts_alone, ties, an_idle_rank)
 
 
 def check(layout, choose, *, has_biases=False, **options):
@@ -161,12 +163,14 @@ def check(layout, choose, *, has_biases=False, **options):
 
 
 def every_choice(*layouts):
-    """Parameters of a test: each with each choice. By default all but the last have one."""
+    """Parameters of a test: each with each choice. By default all have one, and the last four."""
     return [
         pytest.param(
             *(*layout, choose),
             id=f"{'-'.join(map(str, layout))}-{choose.__name__}",
-            marks=() if layout == layouts[-1] or choose is any_tokens else pytest.mark.long,
+            marks=()
+            if choose is any_tokens or (layout == layouts[-1] and choose in BY_DEFAULT)
+            else pytest.mark.long,
         )
         for layout in layouts
         for choose in CHOICES
@@ -178,12 +182,12 @@ def test_every_choice_of_the_router_gives_the_same_sums(layout, choose):
     check(layout, choose)
 
 
-@pytest.mark.parametrize("layout", [Layout(1, 2, False), Layout(2, 2, True)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(2, 2, True), *long(Layout(1, 2, False))], ids=str)
 def test_experts_with_biases(layout):
     check(layout, any_tokens, has_biases=True, gated=partial(clamped_swiglu, limit=0.5, alpha=1.7))
 
 
-@pytest.mark.parametrize("choose", CHOICES)
+@pytest.mark.parametrize("choose", long_but(CHOICES, all_to_two_experts, an_idle_rank))
 def test_lines_in_parts_lose_no_token(choose, monkeypatch):
     """Four chips take a part of the lines at a time, and one chip may have them all."""
     monkeypatch.setattr(expert_dispatch, "UNDIVIDED_TOKENS", 0)

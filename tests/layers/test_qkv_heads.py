@@ -45,7 +45,14 @@ def heads_by(implementation, heads, *, normalised, from_one=False):
 
 @pytest.mark.parametrize(
     ("normalised", "from_one", "num_kv_parts"),
-    [(True, False, 2), (True, True, 2), (False, False, 2), (True, False, 1), (True, False, 0)],
+    [
+        (True, True, 2),
+        (False, False, 2),
+        *(
+            pytest.param(*own, marks=pytest.mark.long)
+            for own in ((True, False, 2), (True, False, 1), (True, False, 0))
+        ),
+    ],
 )
 def test_the_kernel_makes_the_same_heads_as_xla(normalised, from_one, num_kv_parts):
     kernel = kernels_of("cpu", "pallas").qkv_heads

@@ -19,7 +19,9 @@ NUM_BAD_BODIES = 60
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     flags = ("--context-length", "256", "--max-running-requests", "4", "--check-memory", "busy")
     with live_server(
-        tmp_path_factory.mktemp("live"), *flags, "--served-model-name", "default"
+        tmp_path_factory.mktemp("live"),
+        *(*flags, "--served-model-name", "default"),
+        is_quickly_compiled=True,
     ) as server:
         yield server
         server.assert_nothing_leaked()

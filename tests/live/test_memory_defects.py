@@ -56,7 +56,8 @@ def breakable_server(
     install_in_engine(SABOTAGE.format(flag=str(flag)), folder, monkeypatch)
     dumps = ("--memory-dump-dir", str(folder / "dumps"))
     flags = (*FLAGS, *dumps, "--memory-error-action", action)
-    with live_server(folder, *flags, exit_code=1 if action == "crash" else 0) as server:
+    code = 1 if action == "crash" else 0
+    with live_server(folder, *flags, exit_code=code, is_quickly_compiled=True) as server:
         yield server, flag
 
 

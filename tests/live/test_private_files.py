@@ -53,7 +53,7 @@ def test_a_server_closes_all_that_it_writes(tmp_path: Path) -> None:
     old.write_text("an earlier recording")
     flags = [word for name, value in STORE.items() for word in as_flag(name, value)]
     flags += ["--restore-cache", str(data / "cache" / "demo"), "--record-events", str(old)]
-    with live_server(tmp_path, *flags) as server:
+    with live_server(tmp_path, *flags, is_quickly_compiled=True) as server:
         client = Client(server)
         client.turn(client.open(streaming=True), PROMPT)
         client.post("/start_profile", output_dir=str(data / "profile"))

@@ -73,7 +73,7 @@ def check_last_turns(folder: Path, talks: list[Talk], other: LiveServer) -> floa
     """The last turns, on a restarted server and, whole, on `other`; the share of tokens found."""
     asked: list[tuple[list[int], list[int]]] = []
     num_old = num_found = 0
-    with live_server(folder, *flags_with(folder)) as server:
+    with live_server(folder, *flags_with(folder), is_quickly_compiled=True) as server:
         client = Client(server)
         for talk in talks:
             before = list(talk.history)
@@ -108,7 +108,7 @@ async def check_answers(server: LiveServer, asked: list[tuple[list[int], list[in
 def test_conversations_go_on_after_a_restart(
     tmp_path: Path, num_talks: int, demo_server: LiveServer
 ) -> None:
-    with live_server(tmp_path, *flags_with(tmp_path)) as server:
+    with live_server(tmp_path, *flags_with(tmp_path), is_quickly_compiled=True) as server:
         talks = begin(Client(server), num_talks)
     share = check_last_turns(tmp_path, talks, demo_server)
     print(f"{share:.4f} of the tokens of {num_talks} conversations were found")

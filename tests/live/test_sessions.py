@@ -75,7 +75,8 @@ class Client:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with live_server(tmp_path_factory.mktemp("live"), *FLAGS) as server:
+    folder = tmp_path_factory.mktemp("live")
+    with live_server(folder, *FLAGS, is_quickly_compiled=True) as server:
         yield server
 
 

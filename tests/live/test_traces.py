@@ -26,7 +26,9 @@ def client(receiver: Receiver, tmp_path_factory: pytest.TempPathFactory) -> Iter
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")  # ms
         with (
-            live_server(tmp_path_factory.mktemp("traces"), *flags) as server,
+            live_server(
+                tmp_path_factory.mktemp("traces"), *flags, is_quickly_compiled=True
+            ) as server,
             httpx.Client(base_url=server.url, timeout=60) as client,
         ):
             yield client

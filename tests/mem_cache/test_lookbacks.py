@@ -30,6 +30,7 @@ from tests.mem_cache.tree_model import (
     token_lists,
     tokens_to,
 )
+from tests.support.long import long_but
 
 ROW = 1
 
@@ -408,7 +409,10 @@ def run_at_random(layout: int, page_size: int, policy: str, num_steps: int) -> N
     machine.teardown()
 
 
-@pytest.mark.parametrize("layout", range(len(LookbackMachine.layouts)))
+LAYOUTS = range(len(LookbackMachine.layouts))
+
+
+@pytest.mark.parametrize("layout", long_but(LAYOUTS, *LAYOUTS[::2]))
 def test_two_hundred_things_the_same_in_each_run(layout: int) -> None:
     """What hypothesis draws differs from run to run: it finds rare slips now and then."""
     run_at_random(layout, 1 + layout % 3, "adaptive", 200)

@@ -80,15 +80,12 @@ COPIED_EXPERTS_OVER_RANKS = Setup(dp=2, ep=2, copies=3)
         ("llama", SPLIT_WEIGHTS),
         ("qwen2", MORE_CHIPS_THAN_KV_HEADS),
         ("qwen3", TWO_RANKS),
-        *[(family, TWO_CHIPS) for family in ("gpt_oss", "qwen3_5")],
         ("qwen3", UNROLLED),
         ("qwen3", SEQUENCE_PARALLEL_UNROLLED),
         ("llama", SEQUENCE_PARALLEL_SPLIT_WEIGHTS),
         ("qwen3_moe", EXPERTS_OVER_A_RANK),
-        ("gpt_oss", EXPERTS_OVER_RANKS),
         ("qwen3_moe_mixed", SEQUENCE_PARALLEL_WHOLE_EXPERTS),
         ("gpt_oss_mxfp4", COPIED_EXPERTS_OVER_RANKS),
-        ("deepseek_v3", EXPERTS_OVER_RANKS),
         *[
             pytest.param(family, setup, marks=pytest.mark.long)
             for family, setup in (
@@ -97,6 +94,8 @@ COPIED_EXPERTS_OVER_RANKS = Setup(dp=2, ep=2, copies=3)
                     for family in WITH_WINDOWS
                     for setup in (Setup(), ONE_PAGE_A_ROW, TWO_RANKS)
                 ],
+                *((family, TWO_CHIPS) for family in ("gpt_oss", "qwen3_5")),
+                *((family, EXPERTS_OVER_RANKS) for family in ("gpt_oss", "deepseek_v3")),
                 *(("llama", setup) for setup in (TWO_CHIPS, SEQUENCE_PARALLEL)),
                 *(("qwen3_moe_mixed", own) for own in (SPLIT_WEIGHTS, UNROLLED, COPIED_EXPERTS)),
                 ("gemma3", TWO_CHIPS),
@@ -221,7 +220,7 @@ def test_prefill_whole_or_chunked_and_decode_match_transformers(family, setup):
     ("family", "setup"),
     [
         ("qwen3_5", Setup()),
-        ("granite_hybrid_dense", Setup()),
+        pytest.param("granite_hybrid_dense", Setup(), marks=pytest.mark.long),
         *[
             pytest.param(family, setup, marks=pytest.mark.long)
             for family in (*WITH_STATES, "kimi_linear", *WITH_STATE_SPACES)

@@ -79,4 +79,4 @@ def program_lines(num_layers):
 
 @pytest.mark.skipif(not has_tpu_compiler(), reason="libtpu is not installed")
 def test_a_program_does_not_grow_with_depth():
-    assert program_lines(24) < 1.01 * program_lines(4)
+    assert program_lines(12) < 1.01 * program_lines(4)

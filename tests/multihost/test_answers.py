@@ -3,13 +3,14 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.multihost.live_group import end, live_group, model_folder
+from tests.models.golden_server import golden
+from tests.multihost.live_group import end, generate, live_group, model_folder
 from tests.multihost.workload import run_workload
-from tests.support.long import long_but
 
 RETRACTS = ("--test-retract", "--test-retract-interval", "3")
 DRAFTS = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "2")
@@ -29,9 +30,8 @@ class Case(NamedTuple):
     has_experts: bool = False
 
 
-QUICK = "dp over hosts"
 CASES = {
-    QUICK: Case("llama", 2, 2, 1),
+    "dp over hosts": Case("llama", 2, 2, 1),
     "dp over hosts: text, drafts": Case("demo", 2, 2, 1, (*RETRACTS, *DRAFTS), has_text=True),
     "dp x tp, 4 hosts": Case("llama", 4, 2, 2, (*RETRACTS, *DRAFTS)),
     "windows, tp": Case("gpt_oss", 2, 1, 2),
@@ -50,8 +50,20 @@ CASES = {
 }
 
 
+def test_two_hosts_generate_the_golden_tokens(tmp_path: Path) -> None:
+    data = golden("llama")
+    prompt, greedy = data["prompt"].tolist(), data["greedy"].tolist()
+    with live_group(tmp_path, 2, "--dp-size", "2", *RETRACTS) as hosts:
+        answers = generate(hosts[0].url, [prompt] * 4, max_new_tokens=len(greedy))
+        assert [answer["output_ids"] for answer in answers] == [greedy] * 4
+        info = httpx.get(hosts[0].url + "/get_server_info", timeout=30).json()
+        assert info["counters"]["requests_retracted"] > 0
+        assert end(hosts, rank=1) == [0, 0], hosts[1].output[-2000:]
+
+
+@pytest.mark.long
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", long_but(CASES, QUICK))
+@pytest.mark.parametrize("name", CASES)
 def test_every_mesh_over_hosts_answers_as_one_host(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     other = altered_weights(case.model, tmp_path / "other")

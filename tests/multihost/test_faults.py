@@ -69,7 +69,7 @@ def all_faults() -> list[Fault]:
     return signals + [Fault(CUT, 1, "network", phase) for phase in phases]
 
 
-QUICK = Fault("SIGKILL", 1, "engine", "serving")
+QUICK = Fault("SIGKILL", 1, "engine", "loading")
 
 
 def name_of(fault: Fault) -> str:

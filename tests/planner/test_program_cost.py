@@ -91,6 +91,7 @@ def product_beside_gather(slice_name, options):
     return gathered
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("slice_name", "options"),
     [

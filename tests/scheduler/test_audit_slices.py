@@ -18,6 +18,7 @@ from sgl_jax.mem_cache.tree import cache_walk
 from sgl_jax.mem_cache.tree_node import TreeNode
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from tests.scheduler.driver import Driver, generate, make_sizes
+from tests.support.long import long
 
 GROUPS = (*FULL_ATTENTION, CacheGroup(9, 0), CacheGroup(LAST_VALUE, 1, is_recurrent=True))
 NUM_LIVE = 7
@@ -185,7 +186,7 @@ CORRUPTIONS: list[Callable[[RankScheduler], None]] = [
 
 
 @pytest.mark.parametrize("corrupt", CORRUPTIONS, ids=lambda corrupt: corrupt.__name__)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, *long(1)])
 def test_a_defect_under_load_is_found_by_the_next_walk(
     corrupt: Callable[[RankScheduler], None], seed: int
 ) -> None:
@@ -214,7 +215,7 @@ def test_records_of_blocks_that_the_walk_cannot_read_are_a_defect() -> None:
         exhaust(slices)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [1, *long(0, 2)])
 def test_a_walk_under_load_finds_nothing_in_sound_records(seed: int) -> None:
     load = Load(seed)
     num_slices = 0

@@ -246,7 +246,7 @@ class SessionStepsMachine(SessionMachine):
 def test_random_events_among_plans_of_several_steps(
     tmp_path: Path, kind: type[SchedulerMachine]
 ) -> None:
-    run_machine(tmp_path, kind, **OPTIONS)
+    run_machine(tmp_path, kind, **OPTIONS | {"max_examples": 30})
 
 
 def test_a_session_keeps_the_kv_of_its_stop_token() -> None:

@@ -10,7 +10,7 @@ RUNS_OF_A_PART = 105
 
 @pytest.mark.parametrize("with_sessions", [False, True])
 def test_random_runs_break_no_invariant(with_sessions: bool) -> None:
-    assert main(10_001, 10_004, with_sessions=with_sessions) > 1300
+    assert main(10_001, 10_003, with_sessions=with_sessions) > 1000
 
 
 def test_a_run_whose_youngest_request_had_the_shorter_limit() -> None:
@@ -58,7 +58,7 @@ def test_a_run_whose_step_gets_tokens_for_short_prompts_as_longer_ones_start(see
 
 @pytest.mark.parametrize("with_sessions", [False, True])
 def test_runs_with_rows_that_are_not_finite_break_no_invariant(*, with_sessions: bool) -> None:
-    main(1, 2, with_sessions=with_sessions, with_glitches=True)
+    main(1, 1, with_sessions=with_sessions, with_glitches=True)
 
 
 def test_a_run_on_thrashing_ranks_breaks_no_invariant() -> None:
@@ -77,7 +77,7 @@ def test_many_runs_on_thrashing_ranks(*, with_sessions: bool) -> None:
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("with_sessions", [False, True])
 def test_many_runs_with_rows_that_are_not_finite(*, with_sessions: bool) -> None:
-    main(3, 60, with_sessions=with_sessions, with_glitches=True)
+    main(2, 60, with_sessions=with_sessions, with_glitches=True)
 
 
 @pytest.mark.long

@@ -1,6 +1,5 @@
 """The scheduler with an executor that checks what every fake page holds."""
 
-import itertools
 import random
 
 import msgspec
@@ -10,6 +9,7 @@ from sgl_jax.core.messages import StopRequest
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.scheduler.events import FailAll, Flush, TakeOutputs
 from tests.scheduler.driver import Driver, generate, make_sizes
+from tests.support.long import long_half
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -272,7 +272,7 @@ def test_lpm_serves_the_longest_cached_prefix_first() -> None:
     assert list(driver.finish) == ["seed", "warm", "cold"]
 
 
-MATRIX = list(itertools.product((1, 2), (1, 4, 16), (False, True), (False, True), (3, 16)))
+MATRIX = long_half((1, 2), (1, 4, 16), (False, True), (False, True), (3, 16))
 
 
 @pytest.mark.parametrize(("dp_size", "page_size", "overlap", "radix", "chunk"), MATRIX)

@@ -28,6 +28,7 @@ def dead_port(*, is_silent: bool) -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_silent", [*long(False), True])
 def test_the_server_serves_and_ends_as_ever(model_folder: Path, is_silent: bool) -> None:
     with dead_port(is_silent=is_silent) as port:

@@ -105,6 +105,7 @@ def test_a_second_signal_ends_it_at_once(start: Callable[..., Server]) -> None:
     assert not server.left_behind()
 
 
+@pytest.mark.long
 def test_signals_while_it_ends_do_not_change_the_exit_code(start: Callable[..., Server]) -> None:
     """Often enough that some of them meet the last milliseconds."""
     server = start("--random-seed", str(CRASH_SEED))
@@ -127,6 +128,7 @@ def test_when_the_engine_dies_so_does_the_server_and_says_why(
     assert any("killed by signal 9" in line for line in server.printed)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("signalled", [False, *long(True)])
 def test_an_engine_that_fails_and_lingers_holds_up_nothing(
     start: Callable[..., Server], signalled: bool
@@ -144,6 +146,7 @@ def test_an_engine_that_fails_and_lingers_holds_up_nothing(
     assert any("the script says to crash and to linger" in line for line in server.printed)
 
 
+@pytest.mark.long
 def test_what_a_client_names_a_request_cannot_forge_lines_of_the_log(
     start: Callable[..., Server],
 ) -> None:
@@ -176,6 +179,7 @@ def test_a_port_that_is_taken_is_said_at_once(start: Callable[..., Server]) -> N
     assert any(f"cannot listen on 127.0.0.1:{port}" in line for line in server.printed)
 
 
+@pytest.mark.long
 def test_a_server_that_starts_says_so_and_a_second_on_its_port_learns_it_at_once(
     start: Callable[..., Server],
 ) -> None:
@@ -209,6 +213,7 @@ def test_a_server_that_starts_says_so_and_a_second_on_its_port_learns_it_at_once
     assert httpx.get(url + "/v1/models", timeout=2).status_code == 401
 
 
+@pytest.mark.long
 def test_a_page_of_an_allowed_origin_can_read_that_the_server_is_starting(
     start: Callable[..., Server],
 ) -> None:
@@ -227,6 +232,7 @@ def test_a_page_of_an_allowed_origin_can_read_that_the_server_is_starting(
     assert answer.headers.get_list("access-control-allow-origin") == [origin]
 
 
+@pytest.mark.long
 def test_a_stopped_engine_is_stuck_and_goes_on_when_it_may(start: Callable[..., Server]) -> None:
     server = start("--engine-heartbeat-timeout", "3", "--max-queued-requests", "3").wait_ready()
     engine = server.engine
@@ -251,6 +257,7 @@ def test_a_stopped_engine_is_stuck_and_goes_on_when_it_may(start: Callable[..., 
     assert {a.json()["error"]["code"] for a in answers if a.status_code == 503} == {"queue_full"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("busy", [*long(False), True])
 def test_a_stopped_engine_does_not_hold_up_the_end(
     start: Callable[..., Server], busy: bool

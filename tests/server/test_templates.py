@@ -16,6 +16,7 @@ from sgl_jax.text.worker_process import TextWorkers
 from tests.server.conftest import Rig, serving, text_workers
 from tests.server.server_process import SCRIPTED, running_server
 from tests.server.test_text_pool import LOOP
+from tests.support.long import long_but
 from tests.support.tokenizers import byte_level, save
 from tests.text.test_template_abilities import FAMILIES
 
@@ -72,7 +73,7 @@ SPOKEN = {
 @pytest.mark.parametrize(
     ("template", "told"), [(COPIED, "<user>a\nb<user>c"), (PARTS, "<user>ab<user>c")]
 )
-@pytest.mark.parametrize("route", SPOKEN)
+@pytest.mark.parametrize("route", long_but(SPOKEN, "/v1/messages"))
 async def test_texts_of_a_message_are_parts_where_the_template_takes_them(
     route: str, template: str, told: str, tmp_path: Path
 ) -> None:

@@ -61,6 +61,7 @@ async def cached(rig: Rig, name: str, prompt: list[int], **fields: Any) -> int:
     return int(answer.json()["meta_info"]["cached_tokens"])
 
 
+@pytest.mark.long
 async def test_a_prefix_of_one_key_is_none_of_anothers_after_a_restart_from_the_store(
     tmp_path: Path,
 ) -> None:

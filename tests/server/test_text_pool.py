@@ -182,6 +182,7 @@ async def test_work_whose_client_is_gone_is_not_done(pool: Pools) -> None:
         assert time.monotonic() - start < 2 * TIMEOUT_S  # the one that had begun, not all five
 
 
+@pytest.mark.long
 async def test_no_process_is_left(model_folder: Path) -> None:
     workers = TextWorkers(str(model_folder))
     pool = TextPool(workers)

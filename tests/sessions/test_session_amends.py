@@ -10,6 +10,7 @@ from tests.scheduler.driver import generate
 from tests.sessions.conversations import Conversations
 from tests.sessions.test_session_endings import go_on
 from tests.sessions.test_sessions import talk
+from tests.support.long import long_half
 
 EVERY_MEMORY = [(1, True), (4, True), (4, False), (16, True), (256, True)]
 WHOLE = SessionTurn(id="s", is_whole=True)
@@ -97,14 +98,17 @@ def test_a_session_opened_anew_under_the_same_name_is_not_cut() -> None:
 # -- a whole conversation in flight, which was built on nothing ------------------------------------
 
 
-@pytest.mark.parametrize("amend", ["stop", "abort"])
-@pytest.mark.parametrize("num_steps", [0, 1, 5])
-@pytest.mark.parametrize("end", ["length", "abort", "retract", "device"])
-@pytest.mark.parametrize("diverges_at", [0, 9, 14])
-@pytest.mark.parametrize(("page_size", "radix"), EVERY_MEMORY)
+@pytest.mark.parametrize(
+    ("amend", "num_steps", "end", "diverges_at", "memory"),
+    long_half(
+        *(["stop", "abort"], [0, 1, 5], ["length", "abort", "retract", "device"], [0, 9, 14]),
+        EVERY_MEMORY,
+    ),
+)
 def test_a_whole_conversation_runs_on_though_the_turn_before_it_is_amended(
-    amend: str, num_steps: int, end: str, diverges_at: int, page_size: int, radix: bool
+    amend: str, num_steps: int, end: str, diverges_at: int, memory: tuple[int, bool]
 ) -> None:
+    page_size, radix = memory
     s = talk(page_size=page_size, disable_radix_cache=not radix, pool_tokens=1024)
     s.say("s", [1, 2, 3], 5)
     s.say("s", [4, 5], 6)

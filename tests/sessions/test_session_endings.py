@@ -20,6 +20,7 @@ from tests.scheduler.driver import generate
 from tests.sessions.conversations import Conversations
 from tests.sessions.test_sessions import PAGE_SIZES, talk
 from tests.support.faults import FaultyExecutor, no_more_pages
+from tests.support.long import long_half
 
 NEW = list(range(10, 40))  # in chunks of 8: four steps
 
@@ -39,11 +40,10 @@ def go_on(s: Conversations, history: list[int]) -> None:
 # -- aborts ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_turns", [0, 1, 3])
-@pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 4, 5, 8])
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("radix", [False, True])
+@pytest.mark.parametrize(
+    ("num_turns", "num_steps", "page_size", "overlap", "radix"),
+    long_half([0, 1, 3], [0, 1, 2, 3, 4, 5, 8], PAGE_SIZES, [False, True], [False, True]),
+)
 def test_a_turn_aborted_at_any_point_never_was(
     num_turns: int, num_steps: int, page_size: int, overlap: bool, radix: bool
 ) -> None:
@@ -124,12 +124,10 @@ def test_a_row_whose_tokens_were_never_sent_to_the_device_is_not_kept(end: str) 
     go_on(s, s.of["s"].tokens if end == "stop" else history)
 
 
-@pytest.mark.parametrize("num_turns", [0, 1, 3])
-@pytest.mark.parametrize("num_steps", [1, 2, 4, 6])
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("radix", [False, True])
-@pytest.mark.parametrize("num_drafts", [0, 3])
+@pytest.mark.parametrize(
+    ("num_turns", "num_steps", "page_size", "overlap", "radix", "num_drafts"),
+    long_half([0, 1, 3], [1, 2, 4, 6], PAGE_SIZES, [False, True], [False, True], [0, 3]),
+)
 def test_a_retracted_turn_goes_on_and_succeeds(
     num_turns: int, num_steps: int, page_size: int, overlap: bool, radix: bool, num_drafts: int
 ) -> None:

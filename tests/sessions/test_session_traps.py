@@ -14,6 +14,7 @@ from sgl_jax.scheduler.events import Flush
 from tests.scheduler.driver import Driver, generate, make_sizes
 from tests.sessions.conversations import Conversations
 from tests.sessions.test_sessions import PAGE_SIZES, talk
+from tests.support.long import long_half
 
 
 def test_trap_1_a_retract_neither_ends_the_turn_nor_lets_another_in() -> None:
@@ -53,11 +54,10 @@ def test_trap_2_a_retract_takes_the_memory_of_the_session_too(radix: bool, num_t
     s.close_all()
 
 
-@pytest.mark.parametrize("num_steps", range(1, 9))
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("num_drafts", [0, 3])
-@pytest.mark.parametrize("radix", [False, True])
+@pytest.mark.parametrize(
+    ("num_steps", "page_size", "overlap", "num_drafts", "radix"),
+    long_half(range(1, 9), PAGE_SIZES, [False, True], [0, 3], [False, True]),
+)
 def test_trap_3_lengths_that_grew_at_launch_are_not_saved_when_the_turn_is_aborted(
     num_steps: int, page_size: int, overlap: bool, num_drafts: int, radix: bool
 ) -> None:

@@ -1,6 +1,7 @@
 """Parameters of tests of which the default run has some, and `-m long` the others."""
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -16,3 +17,17 @@ def long_but(values: Iterable[Any], *by_default: Any) -> list[Any]:
     values = list(values)
     assert all(value in values for value in by_default)
     return [value if value in by_default else long(value)[0] for value in values]
+
+
+def long_half(*axes: Sequence[Any]) -> list[Any]:
+    """All combinations of the axes' values: half of them, with all pairs of values, by default.
+
+    The parameters of a test are those of the axes, in their order.
+    """
+    return [
+        pytest.param(
+            *(axis[place] for axis, place in zip(axes, places, strict=True)),
+            marks=pytest.mark.long if sum(places) % 2 else (),
+        )
+        for places in itertools.product(*(range(len(axis)) for axis in axes))
+    ]

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from sgl_jax.kernels.quantized_matmul.tpu import activation_rows, quantized_activations
+from tests.support.long import long
 from tests.tpu.compiling import compile_on, generations, struct
 
 TILE = 32  # rows of a tile of 8-bit numbers
@@ -18,7 +19,7 @@ def test_a_block_has_whole_tiles_or_all_tokens() -> None:
 
 @pytest.mark.parametrize("chip", generations("v6e", "tpu7x"))
 @pytest.mark.parametrize("activation", ["int8", "fp8"])
-@pytest.mark.parametrize("inputs", [5120, 12_800, 25_600])
+@pytest.mark.parametrize("inputs", [12_800, *long(5120, 25_600)])
 def test_the_widths_of_qwen3_32b_compile(tpu_mesh, chip, activation, inputs) -> None:
     """Whole, and its MLP over two chips: 12,800 numbers fit 80 times into a block, not 64 or 96."""
     compile_on(

@@ -135,7 +135,9 @@ def test_the_page_ids_of_the_longest_row_fit_scalar_memory(tpu_mesh):
             Shape(rows=256, tokens=256, page_size=16, kv_heads=1, q_heads=4, context=32768),
             marks=pytest.mark.long,
         ),
-        Shape(head_dim=64, q_heads=64, sinks=True, sliding_window=128),
+        pytest.param(
+            Shape(head_dim=64, q_heads=64, sinks=True, sliding_window=128), marks=pytest.mark.long
+        ),
     ],
     ids=str,
 )

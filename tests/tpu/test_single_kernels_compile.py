@@ -132,7 +132,7 @@ SHAPES = {
     "rows of 8192 pages": Shape(page_size=16, rows=64, table_width=8192),
 }
 # Of prefill; `test_kernels_compile.py` has others, of all three.
-BY_DEFAULT = {"one KV head of 7 queries", "many heads of their own", "float32"}
+BY_DEFAULT = {"one KV head of 7 queries"}
 
 
 @pytest.mark.parametrize("generation", generations("v5e"))

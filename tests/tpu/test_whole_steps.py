@@ -92,10 +92,22 @@ def _cases():
         yield pytest.param(*layout, id=name, marks=pytest.mark.long)
 
 
-def _compile(model, topology_name, dp, tp, step, layers=None, rows=ROWS, draws=True, **settings):
+def _compile(
+    model,
+    topology_name,
+    dp,
+    tp,
+    step,
+    layers=None,
+    rows=ROWS,
+    draws=True,
+    vocab_size=None,
+    **settings,
+):
     """The engine on paper, its step as the compiler made it, and the bucket of that.
 
-    Without `draws`, the step ends with the logits: the compiler takes most of its time for draws.
+    Without `draws`, the step ends with the logits: the compiler takes most of its time for draws,
+    and less where `vocab_size` and the rows are fewer than the model's and a chip's.
     """
     args = ServerArgs(
         model_path=model,
@@ -109,7 +121,9 @@ def _compile(model, topology_name, dp, tp, step, layers=None, rows=ROWS, draws=T
     )
     topology = Topology.parse(topology_name)
     config = served_config(read_config(model), args)
-    config = dataclasses.replace(config, layers=layers or config.layers)
+    config = dataclasses.replace(
+        config, layers=layers or config.layers, vocab_size=vocab_size or config.vocab_size
+    )
     request = PlanRequest(args, config, topology, Workload(1024, 1024))
     mesh = topology_mesh(topology, dp, tp)
     pool_pages = tuple(num + 1 for num in plan_memory(request).pool_pages)
@@ -232,9 +246,11 @@ def test_a_step_fits_its_chip_copies_nothing_and_exchanges_no_more_than_it_must(
     assert exchanges == expected
 
 
-def _several_steps(model, topology, tp, layers):
+def _several_steps(model, topology, tp, layers, rows=64, **settings):
     """The cost of a launch of several decode steps, whose program copies nothing."""
-    engine, program, bucket = _compile(model, topology, 1, tp, "several", layers, rows=64)
+    engine, program, bucket = _compile(
+        model, topology, 1, tp, "several", layers, rows=rows, **settings
+    )
     cost = program_cost(program)
     assert cost.alias_bytes >= bytes_per_device(pools_of(engine))
     assert copies(program.as_text(), shapes_kept(engine), bucket.tokens) == []
@@ -243,7 +259,7 @@ def _several_steps(model, topology, tp, layers):
 
 def test_several_decode_steps_in_a_launch_copy_nothing():
     layers = read_config("llama-3.1-8b").layers[:2]
-    _several_steps("llama-3.1-8b", "v6e-1", 1, layers)
+    _several_steps("llama-3.1-8b", "v6e-1", 1, layers, rows=8, vocab_size=4096)
 
 
 @pytest.mark.long

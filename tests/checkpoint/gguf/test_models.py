@@ -100,6 +100,7 @@ def random_slice(rng, size):
     return slice(start, stop, int(rng.integers(1, 4)))
 
 
+@pytest.mark.long
 def test_an_engine_says_the_same_from_a_file_and_from_a_folder(tmp_path):
     file = write_gguf("qwen3", tmp_path / "tiny.gguf")
     folder = golden_copy("qwen3", tmp_path / "wanted")

@@ -254,6 +254,7 @@ def test_without_the_libraries_the_extra_is_named_before_the_model_is_loaded(
     assert open_tracer(ServerArgs()) is None
 
 
+@pytest.mark.long
 def test_an_offline_engine_sends_its_chunks_and_retracts_within_the_callers_span() -> None:
     with receiving() as receiver:
         settings: dict[str, Any] = {"device": "cpu", "warmup": "none", "chunked_prefill_size": 16}

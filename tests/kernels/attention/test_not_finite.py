@@ -12,7 +12,7 @@ from sgl_jax.kernels.attention import tpu, xla
 from tests.kernels.attention.problems import LAYER, Case, Program, build, make_batch
 from tests.kernels.not_finite import BAD, assert_same_bits, check_rows, row_tokens
 from tests.kernels.simulation import LAZY, simulate
-from tests.support.long import long
+from tests.support.long import long, long_but
 
 PROGRAMS = (
     Program(kv_heads=2, group=2, max_drafts=2),
@@ -81,19 +81,22 @@ def with_cached(problem, program, row, value):
 
 
 @pytest.mark.parametrize("how", ["xla", *long("pallas")])
-@pytest.mark.parametrize("program", PROGRAMS, ids=name_of)
+@pytest.mark.parametrize("program", long_but(PROGRAMS, PROGRAMS[1], PROGRAMS[3]), ids=name_of)
 def test_a_row_that_is_not_finite_leaves_the_others_alone(program, how):
     for row in ROWS.values():
         for value in BAD:
             check_row(program, how, row, value, ("qkv", "kv", "v"))
 
 
-@pytest.mark.parametrize(("program", "row"), [(PROGRAMS[0], "decode"), (PROGRAMS[3], "prefill")])
+@pytest.mark.parametrize(
+    ("program", "row"),
+    [(PROGRAMS[3], "prefill"), pytest.param(PROGRAMS[0], "decode", marks=pytest.mark.long)],
+)
 def test_a_row_that_is_nan_leaves_the_others_alone_in_the_kernels(program, row):
     check_row(program, "pallas", ROWS[row], np.nan, ("qkv",))
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", long_but(ROWS, "decode"))
 def test_a_kernel_sees_nan_in_a_cache_of_8_bits(row):
     """Decode reads such a cache by moving bits, which makes a number of NaN."""
     check_row(PROGRAMS[3], "pallas", ROWS[row], np.nan, ())
@@ -113,7 +116,7 @@ def check_row(program, how, row, value, inputs):
 
 
 @pytest.mark.parametrize("how", ["xla", *long("pallas")])
-@pytest.mark.parametrize("program", PROGRAMS, ids=name_of)
+@pytest.mark.parametrize("program", long_but(PROGRAMS, PROGRAMS[1], PROGRAMS[3]), ids=name_of)
 def test_memory_without_tokens_is_selected_away(program, how):
     """Slots of a partly filled page that another request left behind, free pages, the null page."""
     problem = build(case_of(program))
@@ -126,7 +129,7 @@ def test_memory_without_tokens_is_selected_away(program, how):
         assert_same_bits(got[:num_tokens], want[:num_tokens])
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=name_of)
+@pytest.mark.parametrize("program", long_but(PROGRAMS, PROGRAMS[1], PROGRAMS[3]), ids=name_of)
 def test_what_padding_writes_to_the_null_page_is_not_read_in_the_next_step(program):
     clean = with_unused(build(case_of(program)), program, 0)
     run, padding = compiled(program, "xla"), slice(int(clean.q_lens.sum()), None)

@@ -44,7 +44,7 @@ def attend(program, how):
 
 
 # The simulation finds races of these kernels elsewhere.
-@pytest.mark.parametrize("how", ["xla", "lazy", *long("eager")])
+@pytest.mark.parametrize("how", ["xla", *long("lazy", "eager")])
 @pytest.mark.parametrize(
     "program",
     [PROGRAMS[0], *long(*PROGRAMS[1:])],

@@ -15,6 +15,7 @@ from sgl_jax.kernels.expert_dispatch.xla import xla_add, xla_sort
 from sgl_jax.layers.moe import silu_gated
 from tests.kernels.not_finite import BAD, assert_same_bits
 from tests.kernels.simulation import EAGER, MODES, assert_close, simulate
+from tests.support.long import long, long_but
 
 TOP_K, EXPERTS = 3, 5
 SIZES = ((1, 16), (40, 16), (64, 200))  # tokens and columns
@@ -73,7 +74,7 @@ def check(case, run):
     )
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["lazy", *long("eager")])
 @settings(max_examples=2, deadline=None)
 @given(
     st.sampled_from(SIZES),
@@ -85,7 +86,7 @@ def test_tokens_reach_their_lines_and_come_back(mode, size, dtype, share, seed):
     check(draw_case(*size, dtype, share, seed), compiled(MODES[mode]))
 
 
-@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("bad", long_but(BAD, BAD[0]))
 def test_a_token_that_is_not_finite_leaves_the_others_alone(bad):
     x, weights, experts = draw_case(40, 16, jnp.float32, 1.0, seed=1)
     _, _, expected = simulate(compiled(EAGER), x, weights, experts)
@@ -95,7 +96,7 @@ def test_a_token_that_is_not_finite_leaves_the_others_alone(bad):
     assert_same_bits(sums[others], expected[others])
 
 
-@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("bad", long_but(BAD, BAD[0]))
 @pytest.mark.parametrize("add", [xla_add, moves.tpu_add])
 def test_a_result_that_is_not_finite_spoils_its_own_token_alone(add, bad):
     """Its token gets no finite sum, however small the weight is: it would look like a result."""
@@ -121,7 +122,7 @@ def fetch_the_first_tile_only(monkeypatch):
     monkeypatch.setattr(moves, "_used_tile", lambda column, number, count, tile: (0, column))
 
 
-@pytest.mark.parametrize("fault", [skip_the_last_tile, fetch_the_first_tile_only])
+@pytest.mark.parametrize("fault", [skip_the_last_tile, *long(fetch_the_first_tile_only)])
 def test_a_seeded_fault_is_noticed(fault, monkeypatch):
     case = draw_case(40, 16, jnp.float32, 0.5, seed=3)
     check(case, move(EAGER))

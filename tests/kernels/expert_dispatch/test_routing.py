@@ -15,6 +15,7 @@ from sgl_jax.kernels.expert_dispatch.lines import Router
 from sgl_jax.kernels.expert_dispatch.tpu import routing
 from sgl_jax.kernels.expert_dispatch.xla import xla_choose, xla_sort
 from tests.kernels.simulation import EAGER, MODES, simulate
+from tests.support.long import long
 
 EPS = 1e-6
 CHOICE = ExpertChoice(top_k=3, norm_topk_prob=True)
@@ -91,7 +92,7 @@ def check_places(experts, first, num_own, run):
     np.testing.assert_array_equal(expert_of_line[places[is_own]], experts[is_own] - first)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["lazy", *long("eager")])
 @settings(max_examples=2, deadline=None)
 @given(st.sampled_from(SIZES), st.sampled_from((2, 3, 10**6)), st.integers(0, 2**32 - 1))
 def test_the_most_probable_experts_are_chosen(mode, size, levels, seed):
@@ -133,7 +134,7 @@ def test_a_router_without_biases():
     np.testing.assert_array_equal(experts, np.where(is_token, chosen, 8))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["eager", *long("lazy")])
 @settings(max_examples=3, deadline=None)
 @given(
     st.sampled_from(SIZES),
@@ -167,7 +168,7 @@ def test_longer_steps_are_sorted_by_xla():
     np.testing.assert_array_equal(lines.tokens, expected.tokens)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("bad", [np.nan, *long(np.inf, -np.inf)])
 def test_a_token_that_is_not_finite_leaves_the_others_alone(bad):
     case = draw_tokens(8, 40, 10**6, seed=4)
     expected = simulate(compiled_choose(EAGER, CHOICE), *case)
@@ -210,7 +211,7 @@ def count_later_tokens(monkeypatch):
     monkeypatch.setattr(routing, "_earlier", lambda size: own(size).T)
 
 
-@pytest.mark.parametrize("fault", [count_the_token_itself, count_later_tokens])
+@pytest.mark.parametrize("fault", [count_the_token_itself, *long(count_later_tokens)])
 def test_a_seeded_fault_of_the_places_is_noticed(fault, monkeypatch):
     experts = draw_experts(8, 3, 40, one_for_all=False, seed=5)
     check_places(experts, 2, 4, sort(EAGER, 4))
@@ -227,7 +228,7 @@ def leave_out_the_norm(monkeypatch):
     monkeypatch.setattr(routing, "_normalised", lambda x, weight, eps, from_one: x)
 
 
-@pytest.mark.parametrize("fault", [choose_the_last_of_equals, leave_out_the_norm])
+@pytest.mark.parametrize("fault", [choose_the_last_of_equals, *long(leave_out_the_norm)])
 def test_a_seeded_fault_of_the_choice_is_noticed(fault, monkeypatch):
     case = draw_tokens(8, 40, 3, seed=6)
     check_choice(case, CHOICE, choose(EAGER, CHOICE))

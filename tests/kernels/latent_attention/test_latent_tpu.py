@@ -96,13 +96,23 @@ def check(case, run):
 MIXED = Case(PLAIN, [(150, 1), (63, 1)], [(190, 40), (0, 0), (0, 17)], 1, seed=4)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("program", [PLAIN, EXPANDED], ids=["absorbed", "expanded"])
+@pytest.mark.parametrize(
+    ("program", "mode"),
+    [
+        pytest.param(PLAIN, "eager", id="absorbed-eager"),
+        pytest.param(EXPANDED, "lazy", id="expanded-lazy"),
+        pytest.param(PLAIN, "lazy", id="absorbed-lazy", marks=pytest.mark.long),
+        pytest.param(EXPANDED, "eager", id="expanded-eager", marks=pytest.mark.long),
+    ],
+)
 def test_a_mixed_step_agrees_with_float64(program, mode):
     check(MIXED._replace(program=program), compiled(program, mode))
 
 
-@pytest.mark.parametrize(("program", "mode"), [(BFLOAT16, "lazy"), (EIGHT_BITS, "eager")])
+@pytest.mark.parametrize(
+    ("program", "mode"),
+    [(EIGHT_BITS, "eager"), pytest.param(BFLOAT16, "lazy", marks=pytest.mark.long)],
+)
 def test_rows_with_drafts_in_narrow_types(program, mode):
     check(Case(program, [(150, 2), (63, 1)], [(100, 20)], 1, seed=5), compiled(program, mode))
 
@@ -119,7 +129,7 @@ def test_chosen_tokens_are_attended_to(program, mode):
     check(short, compiled(program, mode))
 
 
-@pytest.mark.parametrize("mode", ["lazy", *long("eager")])
+@pytest.mark.parametrize("mode", long("lazy", "eager"))
 def test_a_step_without_decode_or_without_prefill_or_without_rows(mode):
     program = PROGRAMS[1]
     check(Case(program, [(100, 3), (15, 1), (0, 1)], [], 0, seed=5), compiled(program, mode))
@@ -182,10 +192,10 @@ def write_another_page(kernel, run, tile_of=write._tile_of):
     ("module", "part", "fault"),
     [
         (Pages, "wait", no_wait_for_pages),
-        (stacks, "with_following", the_same_turn_twice),
         *(
             pytest.param(*own, marks=pytest.mark.long)
             for own in (
+                (stacks, "with_following", the_same_turn_twice),
                 (stacks, "seen_keys", a_key_too_many_in_decode),
                 (stacks, "scaled", scores_in_powers_of_e),
                 (query_blocks, "seen_keys", a_key_too_many_in_prefill),
@@ -202,6 +212,7 @@ def test_a_seeded_fault_gives_wrong_results(module, part, fault, monkeypatch):
         check(MIXED, attend(PLAIN, "lazy"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("module", "part", "fault"),
     [
@@ -215,6 +226,7 @@ def test_a_missing_wait_is_a_race(module, part, fault, monkeypatch):
         check(MIXED, attend(PLAIN, "eager"))
 
 
+@pytest.mark.long
 def test_keys_made_for_another_head_are_noticed(monkeypatch):
     make = query_blocks.keys_and_values
     monkeypatch.setattr(
@@ -263,6 +275,7 @@ def test_keys_of_another_block_are_noticed(monkeypatch):
         check_scores("lazy")
 
 
+@pytest.mark.long
 def test_a_block_of_keys_that_is_not_waited_for_is_a_race(monkeypatch):
     def started_only(kernel, row, block, at, act, own=index_scores._Kernel.for_each_page):
         own(kernel, row, block, at, lambda copy: None if act is wait else act(copy))

@@ -17,6 +17,7 @@ from sgl_jax.mem_cache.ledger import audit
 from sgl_jax.mem_cache.offload.cpu_ledger import audit_cpu_tier
 from sgl_jax.mem_cache.offload.cpu_tier import CpuTier
 from sgl_jax.mem_cache.rank_memory import RankMemory
+from tests.support.long import long_but
 
 PAGE = 16
 INTERVAL = 32
@@ -74,7 +75,7 @@ def conversations(count: int, turns: int, growth: int) -> Iterable[Int32Array]:
             yield other
 
 
-@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("groups", long_but(GROUPS, "full", "states"))
 def test_write_back_finds_what_write_through_finds(groups: str) -> None:
     pools = {"full": (97,), "states": (513, 13), "a window": (97, 33)}.get(groups, (97, 33, 13))
     prompts = list(conversations(16, 4, 48))

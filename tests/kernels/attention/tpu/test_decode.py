@@ -30,7 +30,7 @@ from tests.kernels.simulation import (
     assert_close,
     simulate,
 )
-from tests.support.long import long_but
+from tests.support.long import long, long_but
 
 PROGRAMS = (
     Program(page_size=16, kv_heads=2, group=4),
@@ -87,7 +87,7 @@ def check(case, run):
 decode_cases = partial(cases, max_prefills=1, max_chunk=4)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["lazy", *long("eager")])
 @settings(max_examples=3, deadline=None)
 @given(case=decode_cases(PROGRAMS))
 def test_decode_rows_agree_with_float64_without_races(mode, case):
@@ -102,13 +102,13 @@ def test_decode_rows_agree_with_float64_however_often_it_is_tried(mode, case):
     check(case, compiled(case.program, MODES[mode]))
 
 
-@pytest.mark.parametrize("program", SHAPES)
+@pytest.mark.parametrize("program", long_but(SHAPES, SHAPES[0], SHAPES[3]))
 def test_heads_of_every_shape_share_registers(program):
     case = Case(program, [(150, 1), (31, 1 + program.max_drafts)], [], 0, seed=2)
     check(case, compiled(program, EAGER))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["eager", *long("lazy")])
 def test_rows_longer_than_the_blocks_that_chips_get(mode, monkeypatch):
     monkeypatch.setattr(stacks, "TURN_KEYS", 1024)
     program = Program(page_size=128, kv_heads=8, group=4, rows=2, tokens=8, max_len=1280)
@@ -116,7 +116,10 @@ def test_rows_longer_than_the_blocks_that_chips_get(mode, monkeypatch):
     check(case, compiled(program, MODES[mode], DecodeBlocks(block_keys=1024, part_keys=256)))
 
 
-@pytest.mark.parametrize(("program", "mode"), list(zip(EIGHT_BITS, MODES, strict=True)))
+@pytest.mark.parametrize(
+    ("program", "mode"),
+    [(EIGHT_BITS[1], "eager"), pytest.param(EIGHT_BITS[0], "lazy", marks=pytest.mark.long)],
+)
 def test_a_cache_of_8_bits_gives_what_float64_makes_of_what_it_holds(program, mode):
     case = Case(program, [(150, 1), (47, 1), (100, 1)], [(3, 1)], 0, seed=5)
     check(case, compiled(program, MODES[mode]))
@@ -215,6 +218,7 @@ FAULTS = (
 )
 
 
+@pytest.mark.long
 def test_keys_taken_in_another_order_than_masks_are_noticed(monkeypatch):
     """An 8-bit cache gives its even keys first."""
     monkeypatch.setattr(
@@ -229,13 +233,19 @@ def name_of(parameter):
     return parameter.__name__
 
 
-@pytest.mark.parametrize("case", [SEVERAL_BLOCKS, DRAFTED], ids=["window", "drafts"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(SEVERAL_BLOCKS, id="window"),
+        pytest.param(DRAFTED, id="drafts", marks=pytest.mark.long),
+    ],
+)
 def test_without_a_fault_the_cases_of_the_faults_pass(case):
     check(case, compiled(case.program, LAZY))
 
 
 # Each traces and compiles the kernel anew.
-SOME = (FAULTS[0], fetch_another_page, see_a_key_too_many, give_rows_of_a_stack_to_its_first_head)
+SOME = (fetch_another_page, see_a_key_too_many)
 
 
 @pytest.mark.parametrize("fault", long_but(FAULTS, *SOME), ids=name_of)
@@ -246,7 +256,7 @@ def test_a_seeded_fault_gives_wrong_results(fault, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "fault", [forget_to_wait_for_pages, forget_to_wait_for_results], ids=name_of
+    "fault", [forget_to_wait_for_pages, *long(forget_to_wait_for_results)], ids=name_of
 )
 def test_a_missing_wait_is_a_race(fault, monkeypatch):
     fault(monkeypatch)
@@ -254,6 +264,7 @@ def test_a_missing_wait_is_a_race(fault, monkeypatch):
         check(SEVERAL_BLOCKS, attend(SEVERAL_BLOCKS.program, EAGER))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "fault", [see_a_key_too_many, take_the_scores_of_another_turn], ids=name_of
 )

@@ -64,8 +64,10 @@ def check(case, mode):
     ("program", "mode"),
     [
         (PROGRAMS[0], "eager"),
-        (PROGRAMS[1], "lazy"),
-        *(pytest.param(EIGHT_BITS, mode, marks=pytest.mark.long) for mode in ("lazy", "eager")),
+        *(
+            pytest.param(*own, marks=pytest.mark.long)
+            for own in ((PROGRAMS[1], "lazy"), (EIGHT_BITS, "lazy"), (EIGHT_BITS, "eager"))
+        ),
     ],
 )
 def test_a_mixed_step_agrees_with_float64(program, mode):
@@ -73,7 +75,10 @@ def test_a_mixed_step_agrees_with_float64(program, mode):
     check(Case(program, [(100, drafts), (63, 1)], [(10, 24), (0, 17)], 1, seed=4), mode)
 
 
-@pytest.mark.parametrize(("program", "mode"), [(PROGRAMS[0], "eager"), (PROGRAMS[1], "lazy")])
+@pytest.mark.parametrize(
+    ("program", "mode"),
+    [(PROGRAMS[0], "eager"), pytest.param(PROGRAMS[1], "lazy", marks=pytest.mark.long)],
+)
 def test_a_step_without_decode_or_without_prefill_or_without_rows(program, mode):
     check(Case(program, [(100, 1), (15, 1), (0, 1)], [], 0, seed=5), mode)
     check(Case(program, [], [(0, 24), (0, 0), (31, 2)], 0, seed=6), mode)

@@ -85,8 +85,8 @@ def test_new_tokens_land_in_their_slots_however_often_it_is_tried(mode, case):
 MANY_TILES = Case(PROGRAMS[0], [(15, 1), (31, 1), (8, 1), (0, 1)], [(5, 24), (16, 24)], 0, seed=1)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("block_tokens", [16, 24])
+@pytest.mark.parametrize("mode", ["eager", *long("lazy")])
+@pytest.mark.parametrize("block_tokens", [16, *long(24)])
 def test_a_step_of_several_blocks_of_tokens(block_tokens, mode, monkeypatch):
     """A row that crosses from one grid step to the next may share a tile with itself; the last
     block may hold fewer tokens than the others."""
@@ -94,7 +94,7 @@ def test_a_step_of_several_blocks_of_tokens(block_tokens, mode, monkeypatch):
     check(MANY_TILES, write(MANY_TILES.program, MODES[mode]))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["lazy", *long("eager")])
 def test_rows_on_the_null_page_write_nothing(mode):
     """As when buckets are compiled: every row's pages are the null page, and all tokens valid."""
     problem = build(MANY_TILES)
@@ -103,7 +103,7 @@ def test_rows_on_the_null_page_write_nothing(mode):
     np.testing.assert_array_equal(cache, problem.kv_cache)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["eager", *long("lazy")])
 def test_a_cache_of_8_bits_holds_its_greatest_value_for_what_is_beyond_it(mode):
     """Two tiles to a page; runs that begin and end anywhere in them, one that fills its tile."""
     problem = build(Case(EIGHT_BITS, [(31, 1), (64, 1), (0, 1)], [(5, 24), (32, 35)], 0, seed=2))
@@ -232,9 +232,7 @@ FAULTS = (
 
 
 # Each traces and compiles the kernel anew.
-@pytest.mark.parametrize(
-    "fault", long_but(FAULTS, forget_read_wait, write_another_page, start_a_row_late)
-)
+@pytest.mark.parametrize("fault", long_but(FAULTS, forget_read_wait, write_another_page))
 def test_a_seeded_fault_is_noticed(fault, monkeypatch):
     fault(monkeypatch)
     with pytest.raises(AssertionError):

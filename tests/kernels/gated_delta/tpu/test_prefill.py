@@ -79,33 +79,37 @@ def check_in_both_modes(case):
         check(case, prefill(case.program, mode))
 
 
-# By default in one mode: a fixed case is tried in both.
-@pytest.mark.parametrize("mode", ["lazy", *long("eager")])
-@settings(max_examples=2, deadline=None)
-@given(case=cases(PROGRAMS))
-def test_prefill_rows_agree_with_the_reference(mode, case):
-    check(case, compiled(case.program, MODES[mode]))
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 @settings(max_examples=200, deadline=None)
 @given(case=cases((*PROGRAMS, *CHANNELS, BFLOAT16_STATES)))
-def test_prefill_rows_agree_with_the_reference_however_often_it_is_tried(mode, case):
+def test_prefill_rows_agree_with_the_reference(mode, case):
     check(case, compiled(case.program, MODES[mode]))
 
 
 MIXED = Case(PROGRAMS[0], [(4, 1)], [(30, 130), (0, 40), (7, 1)], [(1, 0.3), (2, 1.0)], seed=1)
 
 
-@pytest.mark.parametrize("mode", MODES)
+MIXED_CASES = {
+    "some": MIXED,
+    "channels": MIXED._replace(program=CHANNELS[0]),
+    "the same keys": MIXED._replace(same_keys=True),
+    "none": MIXED._replace(prefills=[]),
+}
+# A mode each.
+MIXED_BY_DEFAULT = {("some", "eager"), ("channels", "lazy"), ("none", "eager")}
+
+
 @pytest.mark.parametrize(
-    "case",
+    ("case", "mode"),
     [
-        pytest.param(MIXED, id="some"),
-        pytest.param(MIXED._replace(program=CHANNELS[0]), id="channels"),
-        pytest.param(MIXED._replace(same_keys=True), id="the same keys", marks=pytest.mark.long),
-        pytest.param(MIXED._replace(prefills=[]), id="none"),
+        pytest.param(
+            *(case, mode),
+            id=f"{name}-{mode}",
+            marks=() if (name, mode) in MIXED_BY_DEFAULT else pytest.mark.long,
+        )
+        for name, case in MIXED_CASES.items()
+        for mode in MODES
     ],
 )
 def test_prompts_beside_decode_rows(case, mode):
@@ -221,16 +225,8 @@ FAULTS = (
 
 
 # Each traces and compiles the kernel anew.
-BY_DEFAULT = {"forget_to_wait_in_for_inputs"}
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param(fault, marks=() if fault.__name__ in BY_DEFAULT else pytest.mark.long)
-        for fault in FAULTS
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_seeded_fault_is_noticed(fault, monkeypatch):
     fault(monkeypatch)
     with pytest.raises(AssertionError):
