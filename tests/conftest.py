@@ -48,9 +48,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_finish() -> None:
     """Leave modules and collected tests out of garbage collections, which would walk them often."""
+    _freeze()
+    gc.set_threshold(20_000, 10, 10)
+
+
+def _freeze() -> None:
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 10, 10)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -76,12 +80,14 @@ _MAPS = Path("/proc/self/maps")
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Forget compiled programs between modules if there are many: each has memory maps."""
-    if nextitem is None or nextitem.path == item.path or not _MAPS.exists():
+    if nextitem is None or nextitem.path == item.path:
         return
-    if _MAPS.read_bytes().count(b"\n") > MOST_MAPS:
+    if _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > MOST_MAPS:
         forget_programs()
         jax.clear_caches()
-        gc.collect()
+        gc.unfreeze()
+    if not gc.get_freeze_count():  # or tests of garbage have unfrozen all
+        _freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from tests.live.live_server import DEMO
 NUM_SHORT_QUESTIONS = 100
 NUM_LONG_QUESTIONS = 10  # about 1,060 tokens each
 NUM_QUESTIONS = NUM_SHORT_QUESTIONS + NUM_LONG_QUESTIONS
-NUM_SOME_QUESTIONS = 44  # the first ones, for default runs: four of them are long
+NUM_SOME_QUESTIONS = 22  # the first ones, for default runs: two of them are long
 NUM_GENERATIONS = 14
 SHORT_TASKS = tuple(task for task in TASKS if task != "recall_long")
 # More than a server here runs at once, so that requests wait, and return after a retract to a

@@ -255,7 +255,7 @@ def test_prefix_aware_finds_the_least_loaded_of_many_holders():
 # -- the fleet ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", long_but(POLICIES, "cache_aware", "round_robin"))
+@pytest.mark.parametrize("policy", long_but(POLICIES, "cache_aware"))
 def test_all_requests_are_served(policy, excerpt):
     shape = shape_of(excerpt[:60], num_engines=3, copies=2, num_tokens=200_000)
     run = run_fleet(policy, shape, num_processes=1)

@@ -51,6 +51,7 @@ def test_snapshots_of_as_many_bytes_as_the_kv_find_nine_tenths(load: str) -> Non
     assert found(load, 1.0) >= 0.9 * found(load, None)
 
 
+@pytest.mark.long
 def test_branches_at_random_pages_find_what_lies_before_the_snapshot_in_front_of_them() -> None:
     """Where a document is left for the first time, only multiples of the interval help."""
     assert found("branches", 1.0) >= 0.45 * found("branches", None)

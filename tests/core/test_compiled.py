@@ -60,6 +60,7 @@ def test_nothing_is_compiled_for_other_types_later(tmp_path: Path) -> None:
     assert printed[1].startswith("No matching definition for argument type(s) array(float64")
 
 
+@pytest.mark.long
 def test_where_no_folder_can_be_written_to_each_start_compiles(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for _ in range(2):

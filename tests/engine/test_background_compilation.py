@@ -124,6 +124,7 @@ def only_structured_is_left(core: EngineCore) -> bool:
     return scheduler.num_running == 0 and scheduler.num_waiting == 1
 
 
+@pytest.mark.long
 def test_others_run_while_programs_are_compiled_and_then_all_do(
     make_core: Callable[..., EngineCore], compiler: Held, tmp_path: Path
 ) -> None:

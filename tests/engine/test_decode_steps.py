@@ -23,19 +23,18 @@ from tests.engine.test_windows_and_states import GOLDEN, SETTINGS
 FAMILIES = ("gemma3", "gpt_oss", "qwen3_next")
 RETRACTS = {"test_retract": True, "test_retract_interval": 3}
 PRESSURE = {"max_total_tokens": 200, "schedule_conservativeness": 0.0}
+# By default tests/executor has the same of an executor.
 VARIANTS = [
-    pytest.param("4", {}, id="4"),
-    *(
-        pytest.param(num_steps, settings, id=name, marks=pytest.mark.long)
-        for num_steps, settings, name in (
-            ("4", PRESSURE | RETRACTS, "4-all"),
-            ("16", RETRACTS, "16-retracts"),
-            ("16", PRESSURE, "16-short-of-pages"),
-            ("4", {"disable_overlap_schedule": True}, "4-in-series"),
-            ("16", {"dp_size": 2}, "16-two-ranks"),
-            ("16", PRESSURE | RETRACTS, "16-all"),
-        )
-    ),
+    pytest.param(num_steps, settings, id=name, marks=pytest.mark.long)
+    for num_steps, settings, name in (
+        ("4", {}, "4"),
+        ("4", PRESSURE | RETRACTS, "4-all"),
+        ("16", RETRACTS, "16-retracts"),
+        ("16", PRESSURE, "16-short-of-pages"),
+        ("4", {"disable_overlap_schedule": True}, "4-in-series"),
+        ("16", {"dp_size": 2}, "16-two-ranks"),
+        ("16", PRESSURE | RETRACTS, "16-all"),
+    )
 ]
 
 

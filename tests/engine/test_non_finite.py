@@ -57,6 +57,7 @@ def neighbours(prefix: str) -> list[FrontMessage]:
     ]
 
 
+@pytest.mark.long
 def test_a_token_whose_embedding_is_nan_ends_its_request_alone(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:

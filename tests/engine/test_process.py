@@ -86,6 +86,7 @@ def test_it_says_it_is_ready_and_ends_when_told() -> None:
         assert not process.is_alive
 
 
+@pytest.mark.long
 def test_the_log_of_the_real_engine_reaches_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
     with running(command=ENGINE_COMMAND, model_path=str(GOLDEN)) as (process, client, _):
         assert isinstance(asyncio.run(first_message(client)), EngineInfo)

@@ -113,7 +113,7 @@ def test_a_model_from_orbax_takes_its_head_from_safetensors(make_executor, make_
     assert check_drafts(make_executor(**settings), reference, 7) > 15
 
 
-# By default test_layer_drafts has the same: drafts of every kind are verified alike.
+# By default test_model_executor has the same of n-grams: drafts of every kind are verified alike.
 @pytest.mark.long
 @pytest.mark.parametrize("sampling", [RANDOM, GREEDY], ids=["random", "greedy"])
 def test_drafts_change_no_token(make_executor, make_settings, sampling):

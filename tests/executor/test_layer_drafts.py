@@ -68,6 +68,7 @@ def test_drafts_are_those_of_the_plain_layer(make, random_model, settings):
     assert check_drafts(make(random_model, **DRAFTING | settings), reference, 9) > 20
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case",
     [
@@ -107,9 +108,7 @@ def test_a_row_at_the_end_of_its_context_drafts_what_fits(make, markov_model):
     assert len(output) >= 14
 
 
-@pytest.mark.parametrize(
-    "num_draws", [3_000, pytest.param(100_000, marks=pytest.mark.long)], ids=str
-)
+@pytest.mark.parametrize("num_draws", long(3_000, 100_000), ids=str)
 def test_draws_with_drafts_are_of_the_models_distribution(make, tmp_path, num_draws):
     """Some drafts are right, and some are wrong."""
     vocab_size = 12

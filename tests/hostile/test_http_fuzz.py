@@ -19,6 +19,7 @@ def fuzz(folder: Path, num_requests: int, seed: int) -> HttpFuzz:
     return run
 
 
+@pytest.mark.long
 def test_a_hundred_malformed_requests_do_no_harm(tmp_path: Path) -> None:
     run = fuzz(tmp_path, NUM_REQUESTS, seed=2)
     assert run.num_sent == NUM_REQUESTS

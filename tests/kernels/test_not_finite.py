@@ -179,6 +179,7 @@ def test_tokens_of_a_quantized_product(scheme, how, values):
         assert not np.isfinite(got[5]).any()
 
 
+@pytest.mark.long
 def test_tokens_of_the_kernel_of_heads():
     case = heads.CASES["bfloat16"]
     inputs = heads.build(case)

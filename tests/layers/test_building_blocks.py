@@ -123,7 +123,7 @@ def test_a_bias_is_added_once_however_the_matrix_is_split(split):
         pytest.param(
             *(simulate, tp, norm_topk_prob),
             id=f"{name}-{tp}-{norm_topk_prob}",
-            marks=pytest.mark.long if simulate and not (tp == 2 and norm_topk_prob) else (),
+            marks=pytest.mark.long if simulate else (),
         )
         for simulate, name in ((False, "XLA"), (True, "the TPU's kernel"))
         for tp in (1, 2)

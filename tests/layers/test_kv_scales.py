@@ -20,6 +20,7 @@ from sgl_jax.layers.rotary import rotation
 from sgl_jax.layers.sources import Tensor
 from sgl_jax.models.rope_config import RopeConfig
 from tests.layers.modules import declared_shapes, declared_specs
+from tests.support.long import long
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, TOKENS = 16, 4, 2, 8, 12
 CACHE_SPEC = P(None, None, "tensor", None, None)
@@ -102,7 +103,7 @@ def test_the_scale_of_another_head_is_noticed(wrong_call, monkeypatch):
         assert_close(attend(SCALES)[0], expected, rtol=0.1)
 
 
-@pytest.mark.parametrize("v_times", [100.0, 0.0001])
+@pytest.mark.parametrize("v_times", [0.0001, *long(100.0)])
 def test_a_scale_brings_values_into_the_range_of_8_bits(v_times):
     expected, _ = attend(v_times=v_times)
 

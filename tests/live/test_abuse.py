@@ -44,6 +44,7 @@ def test_every_malformed_body_is_refused_and_named(server: LiveServer) -> None:
                 assert error["param"] == case.param, (case.name, error)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("phases", "max_examples"),
     [

@@ -75,6 +75,7 @@ def test_a_broken_model_is_refused_with_one_line(folder: Path, name: str) -> Non
         assert not server.left_behind()
 
 
+@pytest.mark.long
 def test_a_model_without_a_tokenizer_serves_token_ids(folder: Path) -> None:
     for path in folder.glob("*token*"):
         path.unlink()

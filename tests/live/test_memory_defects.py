@@ -98,6 +98,7 @@ def test_repair_answers_500_and_serves_on(tmp_path: Path, monkeypatch: pytest.Mo
     assert view["dp_rank"] == 0
 
 
+@pytest.mark.long
 def test_crash_ends_the_server_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,6 +46,7 @@ def open_paths(folder: Path) -> dict[str, str]:
     return found
 
 
+@pytest.mark.long
 def test_a_server_closes_all_that_it_writes(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir(mode=0o755)  # as an operator may have made it

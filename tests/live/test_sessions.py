@@ -75,8 +75,7 @@ class Client:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    folder = tmp_path_factory.mktemp("live")
-    with live_server(folder, *FLAGS, is_quickly_compiled=True) as server:
+    with live_server(tmp_path_factory.mktemp("live"), *FLAGS) as server:
         yield server
 
 

@@ -27,6 +27,7 @@ FURTHER = (
     *("mistral3", "mistral4", "qwen3_vl_moe", "llama4", "gemma4", "gemma4_moe", "deepseek_v32"),
     *("kimi_linear", "granite_hybrid", "nemotron_h"),
 )
+HYBRIDS = ("kimi_linear", "granite_hybrid", "nemotron_h")
 WITH_STATE_SPACES = ("granite_hybrid", "granite_hybrid_dense", "nemotron_h", "nemotron_h_dense")
 FURTHER_EXPERTS = (
     *("glm4_moe", "glm4_moe_groups", "minimax_m2"),
@@ -76,7 +77,8 @@ COPIED_EXPERTS_OVER_RANKS = Setup(dp=2, ep=2, copies=3)
     ("family", "setup"),
     [
         *[(family, ONE_TOKEN_PAGES) for family in FAMILIES],
-        *[(family, ONE_TOKEN_PAGES_OF_TWO) for family in FURTHER],
+        *[(family, ONE_TOKEN_PAGES) for family in HYBRIDS],
+        *[(family, ONE_TOKEN_PAGES_OF_TWO) for family in FURTHER if family not in HYBRIDS],
         ("llama", SPLIT_WEIGHTS),
         ("qwen2", MORE_CHIPS_THAN_KV_HEADS),
         ("qwen3", TWO_RANKS),
@@ -150,7 +152,7 @@ COPIED_EXPERTS_OVER_RANKS = Setup(dp=2, ep=2, copies=3)
                     for family in (*FURTHER, *FURTHER_SHAPES)
                     for setup in (Setup(), ONE_PAGE_A_ROW, TWO_RANKS)
                 ],
-                *[(family, ONE_TOKEN_PAGES_OF_TWO) for family in FURTHER_SHAPES],
+                *[(family, ONE_TOKEN_PAGES_OF_TWO) for family in (*HYBRIDS, *FURTHER_SHAPES)],
                 *[
                     (family, setup)
                     for family in FURTHER_EXPERTS

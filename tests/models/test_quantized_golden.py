@@ -60,7 +60,10 @@ def tolerance(name, tp=1, **_):
             pytest.param(name, {"tp": 2, "sequence_parallel": True}, marks=pytest.mark.long)
             for name in ("ct_int8_weight_only", "ct_fp8_kv_scales", "ct_int4_group32")
         ),
-        ("moe_ct_int8_weight_only", {"tp": 2, "ep": 2, "sequence_parallel": True}),
+        pytest.param(
+            *("moe_ct_int8_weight_only", {"tp": 2, "ep": 2, "sequence_parallel": True}),
+            marks=pytest.mark.long,
+        ),
     ],
     ids=str,
 )

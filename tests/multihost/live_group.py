@@ -72,6 +72,8 @@ def start_host(
 ) -> Host:
     """A server process with `flags`, not ready yet; on this machine, or its own of `network`."""
     port = free_port()
+    while any(flag.endswith((f":{port}", f":{port - 1}")) for flag in flags):
+        port = free_port()  # the two of --dist-init-addr are not bound yet
     address = network.addresses[rank] if network else "127.0.0.1"
     command = [
         *(network.prefixes[rank] if network else []),

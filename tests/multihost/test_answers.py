@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import httpx
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -53,11 +52,9 @@ CASES = {
 def test_two_hosts_generate_the_golden_tokens(tmp_path: Path) -> None:
     data = golden("llama")
     prompt, greedy = data["prompt"].tolist(), data["greedy"].tolist()
-    with live_group(tmp_path, 2, "--dp-size", "2", *RETRACTS) as hosts:
-        answers = generate(hosts[0].url, [prompt] * 4, max_new_tokens=len(greedy))
-        assert [answer["output_ids"] for answer in answers] == [greedy] * 4
-        info = httpx.get(hosts[0].url + "/get_server_info", timeout=30).json()
-        assert info["counters"]["requests_retracted"] > 0
+    with live_group(tmp_path, 2, "--dp-size", "2") as hosts:
+        answers = generate(hosts[0].url, [prompt] * 2, max_new_tokens=len(greedy))
+        assert [answer["output_ids"] for answer in answers] == [greedy] * 2
         assert end(hosts, rank=1) == [0, 0], hosts[1].output[-2000:]
 
 

@@ -77,6 +77,7 @@ def test_what_does_not_finish_in_time_ends_with_an_error(start: Callable[..., Se
     assert server.wait_exit() == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_abstract", [False, *long(True)])
 def test_systemd_is_notified_of_ready_and_stopping(
     model_folder: Path, tmp_path: Path, is_abstract: bool
@@ -161,6 +162,7 @@ def test_what_a_client_names_a_request_cannot_forge_lines_of_the_log(
         assert "\u2028" not in line
 
 
+@pytest.mark.long
 def test_an_engine_that_does_not_start_is_explained(start: Callable[..., Server]) -> None:
     server = start("--random-seed", str(CRASH_SEED))
     assert server.wait_exit() == 1

@@ -358,6 +358,7 @@ async def test_tools_need_a_parser_and_a_template(
         assert "--chat-template" in answer.json()["error"]["message"]
 
 
+@pytest.mark.long
 def test_a_server_by_its_flags_serves_a_whole_exchange(tools_folder: Path) -> None:
     flags = ("--tool-call-parser", "kimi_k2", "--reasoning-parser", "kimi")
     with running_server(SCRIPTED, tools_folder, *flags, "--context-length", str(ROOM)) as server:

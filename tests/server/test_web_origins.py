@@ -269,6 +269,7 @@ def test_a_server_for_everybody_is_warned_of(
     assert ("NO API KEY" in caplog.text) == is_warned
 
 
+@pytest.mark.long
 def test_a_server_process_warns_before_it_is_ready(model_folder: Path) -> None:
     with running_server(SCRIPTED, model_folder, "--host", "0.0.0.0") as server:
         server.wait_ready()

@@ -1,8 +1,8 @@
 """Programs that XLA compiles three times faster, and that run slower.
 
 Programs of tiny models and simulated kernels run for milliseconds and take seconds to compile, so
-tests go without most of XLA's optimisations. Tests of the real server (`tests/live`) and of
-accuracy run what users run, unless all programs are to be compiled before the first request.
+tests go without most of XLA's optimisations. Tests of accuracy, and those of `tests/live` that
+generate many tokens, run what users run.
 """
 
 # For XLA_FLAGS.

@@ -320,19 +320,17 @@ def test_a_layer_that_drafts_copies_nothing(model, topology, tp, step, tmp_path)
 @pytest.mark.parametrize(
     ("model", "quantization", "slice_name", "tp", "ep", "phase"),
     [
-        ("llama-3.3-70b", "int8", "v6e-8", 8, 1, "decode"),
-        *[
-            pytest.param(*case, marks=pytest.mark.long)
-            for case in (
-                ("llama-3.3-70b", None, "v6e-8", 8, 1, "mixed"),
-                ("llama-3.3-70b", "w8a8_int8", "v6e-8", 8, 1, "mixed"),
-                ("qwen3-32b", "int8", "v5e-8", 8, 1, "mixed"),
-                ("qwen3-32b", "w8a8_fp8", "tpu7x-8", 8, 1, "mixed"),
-                ("gemma-3-27b", None, "v6e-4", 4, 1, "mixed"),
-                ("qwen3-30b-a3b", None, "v6e-4", 4, 4, "decode"),
-                ("qwen3-30b-a3b", "int8", "v6e-4", 4, 4, "mixed"),
-            )
-        ],
+        pytest.param(*case, marks=pytest.mark.long)
+        for case in (
+            ("llama-3.3-70b", "int8", "v6e-8", 8, 1, "decode"),
+            ("llama-3.3-70b", None, "v6e-8", 8, 1, "mixed"),
+            ("llama-3.3-70b", "w8a8_int8", "v6e-8", 8, 1, "mixed"),
+            ("qwen3-32b", "int8", "v5e-8", 8, 1, "mixed"),
+            ("qwen3-32b", "w8a8_fp8", "tpu7x-8", 8, 1, "mixed"),
+            ("gemma-3-27b", None, "v6e-4", 4, 1, "mixed"),
+            ("qwen3-30b-a3b", None, "v6e-4", 4, 4, "decode"),
+            ("qwen3-30b-a3b", "int8", "v6e-4", 4, 4, "mixed"),
+        )
     ],
 )
 def test_sequence_parallel_layers_gather_and_scatter_twice(

@@ -45,7 +45,7 @@ def check_places(experts):
 
 
 # Each shape is a program of its own.
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(choices())
 def test_places_are_those_of_a_stable_sort(experts):
     check_places(experts)
@@ -85,7 +85,7 @@ def check_parts(experts, size, add_lines):
     assert sum(seen) == lines.num_used
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(choices(), st.integers(1, 5), st.sampled_from([add_by_choice, add_by_line]))
 def test_parts_of_any_size_add_up_to_the_whole(experts, size, add_lines):
     check_parts(experts, size, add_lines)

@@ -63,7 +63,7 @@ def check(case):
     assert batch.num_rows == (used[-1] + 1 if len(used) else 0)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(case=cases(PROGRAMS))
 def test_chunks_of_any_step_are_those_of_plain_python(case):
     check(case)

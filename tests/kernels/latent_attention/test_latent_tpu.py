@@ -188,6 +188,7 @@ def write_another_page(kernel, run, tile_of=write._tile_of):
     return tile_of(kernel._replace(runs=runs), run)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("module", "part", "fault"),
     [

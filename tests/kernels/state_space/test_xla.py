@@ -44,7 +44,7 @@ def check(case, heads_each, recur=xla.state_space):
     np.testing.assert_allclose(states, want_states, rtol=0, atol=tolerance)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(case=cases(PROGRAMS), heads_each=st.sampled_from((1, 2)))
 def test_any_step_agrees_with_token_by_token(case, heads_each):
     check(case, heads_each)

@@ -206,7 +206,6 @@ def never_the_first_keys(kernel, work, attend_heads=query_blocks.attend_heads):
     ("module", "part", "bug", "mode"),
     [
         (Pages, "wait", no_wait_for_keys, "eager"),
-        (query_blocks, "seen_keys", a_mask_off_by_one, "lazy"),
         pytest.param(
             prefill, "out_copies", results_not_waited_for, "eager", marks=pytest.mark.long
         ),
@@ -214,6 +213,7 @@ def never_the_first_keys(kernel, work, attend_heads=query_blocks.attend_heads):
             pytest.param(*own, "lazy", marks=pytest.mark.long)
             for own in (
                 (Pages, "wait", no_wait_for_keys),
+                (query_blocks, "seen_keys", a_mask_off_by_one),
                 (query_blocks, "attend_heads", keys_of_the_other_buffer),
                 (Pages, "page_copy", the_page_before),
                 (query_blocks, "block_runs", more_queries_than_the_row_has),

@@ -63,11 +63,11 @@ def check(case, mode):
 @pytest.mark.parametrize(
     ("program", "mode"),
     [
-        (PROGRAMS[0], "eager"),
-        *(
-            pytest.param(*own, marks=pytest.mark.long)
-            for own in ((PROGRAMS[1], "lazy"), (EIGHT_BITS, "lazy"), (EIGHT_BITS, "eager"))
-        ),
+        pytest.param(*own, marks=pytest.mark.long)
+        for own in (
+            *((PROGRAMS[0], "eager"), (PROGRAMS[1], "lazy")),
+            *((EIGHT_BITS, "lazy"), (EIGHT_BITS, "eager")),
+        )
     ],
 )
 def test_a_mixed_step_agrees_with_float64(program, mode):

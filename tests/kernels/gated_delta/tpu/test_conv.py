@@ -84,7 +84,7 @@ MIXED = Case(
 )
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["eager", *long("lazy")])
 @pytest.mark.parametrize(
     "case", [MIXED, MIXED._replace(decodes=[], prefills=[])], ids=["some", "nothing"]
 )

@@ -116,11 +116,13 @@ def test_prompts_beside_decode_rows(case, mode):
     check(case, compiled(case.program, MODES[mode]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("program", [PROGRAMS[2], *long(BFLOAT16_STATES, CHANNELS[1])])
 def test_bfloat16(program):
     check(MIXED._replace(program=program, same_keys=True), compiled(program, EAGER))
 
 
+@pytest.mark.long
 def test_a_step_of_less_than_a_chunk():
     program = PROGRAMS[0]._replace(tokens=8)
     check(Case(program, [(4, 1)], [(0, 7)], [], seed=1), compiled(program, EAGER))
