@@ -104,7 +104,8 @@ async def check_answers(server: LiveServer, asked: list[tuple[list[int], list[in
             await differences(client, prompt, expected, tokens)
 
 
-@pytest.mark.parametrize("num_talks", [3, pytest.param(50, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("num_talks", [3, 50])
 def test_conversations_go_on_after_a_restart(
     tmp_path: Path, num_talks: int, demo_server: LiveServer
 ) -> None:
