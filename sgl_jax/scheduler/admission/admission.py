@@ -39,7 +39,7 @@ from sgl_jax.scheduler.working_set import HOLD_STEPS
 
 # Limit of requests that start in one step. Each takes a fifth of a millisecond of the host, and
 # decode rows wait for all of them.
-MAX_STARTS = 256
+MAX_STARTS = 288
 # Limit of requests that begin to wait for a prefix in one step; after it, requests that would wait
 # for the same prefix are not tried. Also the limit of requests that begin to wait for a rank.
 MAX_DEFERRED = 128
