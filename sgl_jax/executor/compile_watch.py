@@ -1,8 +1,6 @@
 """Background compilation, and counts of compilations: at start, in the background, in the loop."""
 
-import contextlib
 import logging
-import os
 import sys
 import threading
 import weakref
@@ -15,7 +13,6 @@ from sgl_jax.core.progress import Progress
 
 logger = logging.getLogger(__name__)
 
-_NICE = 19
 _TURN_S = 0.0005  # tracing holds the interpreter, and each step needs it several times
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 # The watch of each thread within `beside_loop`, of all engines of the process.
@@ -91,7 +88,7 @@ class CompileWatch:
 
 
 class BackgroundCompilation:
-    """Runs `jobs`, each of which compiles some programs, in order on one thread of low priority.
+    """Runs `jobs`, each of which compiles some programs, in order on one thread.
 
     Attributes:
         error: the error of the first failed job; None if none has failed.
@@ -121,8 +118,8 @@ class BackgroundCompilation:
 
     def _run(self) -> None:
         total = len(self._jobs)
-        with contextlib.suppress(OSError, AttributeError):  # only Linux has priorities of threads
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        # At the loop's priority: a thread of a lower one would keep the interpreter from the loop
+        # while steps take all cores. On a CPU, XLA compiles in threads of the usual priority.
         with (
             self._watch.beside_loop(),
             self._progress.phase("compiling_in_background", total, "programs") as phase,

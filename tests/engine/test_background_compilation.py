@@ -4,7 +4,6 @@ The real engine loop, scheduler and executor. The compiler of the thread beside 
 until the test lets it go on, so what takes a minute elsewhere takes as long as it must here.
 """
 
-import os
 import re
 import threading
 import time
@@ -19,7 +18,6 @@ from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.step_plan import StepPlan
 from sgl_jax.engine.loop.core import EngineCore
-from sgl_jax.executor import compile_watch
 from sgl_jax.executor.buckets import Bucket
 from sgl_jax.executor.layout import LaunchedStep
 from sgl_jax.executor.programs import Programs
@@ -65,9 +63,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
 
 
 @pytest.fixture
-def make_core(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., EngineCore]]:
-    """Engines whose background compilation has the priority of the test, which waits for it."""
-    monkeypatch.setattr(compile_watch, "_NICE", os.getpriority(os.PRIO_PROCESS, 0))
+def make_core() -> Iterator[Callable[..., EngineCore]]:
     cores: list[EngineCore] = []
 
     def make(**settings: Any) -> EngineCore:

@@ -1,5 +1,6 @@
 """Compilation beside the engine's loop: on a thread, in order, ended early, counted apart."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -7,6 +8,7 @@ import time
 
 import jax
 import numpy as np
+import pytest
 
 from sgl_jax.core.progress import Progress
 from sgl_jax.executor.compile_watch import BackgroundCompilation, CompileWatch
@@ -27,6 +29,14 @@ def test_jobs_run_in_order_on_another_thread():
     assert [number for number, _ in ran] == [0, 1, 2]
     assert threading.get_ident() not in {thread for _, thread in ran}
     assert background.error is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
+def test_jobs_have_the_priority_of_the_loop():
+    """At a lower one a job would hold the interpreter while steps take all cores."""
+    ran = []
+    run_all(lambda: ran.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
+    assert ran == [os.getpriority(os.PRIO_PROCESS, 0)]
 
 
 def test_the_first_failure_is_reported_and_the_others_run():

@@ -4187,8 +4187,20 @@ MUTATIONS = (
     Mutation(
         "room: look for rows in flight at the end of the cached part only on the first rank",
         _OPTIONS,
-        "if place < option.num_present:",
-        "if rank or place < option.num_present:",
+        "if place < option.num_present or end > limit or",
+        "if rank or place < option.num_present or end > limit or",
+    ),
+    Mutation(
+        "admission: start more requests in a step after a preemption than a step may start",
+        _ADMISSION,
+        "while is_changed and self._num_starts < MAX_STARTS:",
+        "while is_changed:",
+    ),
+    Mutation(
+        "admission: start as many requests in a step as fit",
+        _ADMISSION,
+        "num_staying == MAX_DEFERRED or self._num_starts == MAX_STARTS:",
+        "num_staying == MAX_DEFERRED:",
     ),
     Mutation(
         "room: leave out ranks that cost as much as the cheapest after a wait",

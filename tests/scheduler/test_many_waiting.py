@@ -146,3 +146,28 @@ def test_those_that_follow_a_prefix_are_passed_over_once_the_last_line_has_start
     assert waiting == ["r0", "r1", "r2"]
     driver.run()
     assert all(finish.type == "length" for finish in driver.finish.values())
+
+
+@pytest.mark.parametrize("preempts", [False, True])
+def test_of_many_that_fit_a_fixed_number_starts_in_each_step(
+    monkeypatch: pytest.MonkeyPatch, preempts: bool
+) -> None:
+    """Rows that decode wait for the starts of a step. With `preempts` all rows are in use."""
+    monkeypatch.setattr(admission, "MAX_STARTS", 3)
+    sizes = make_sizes(dp_size=2, num_pages=64, num_rows=5, max_chunk_tokens=64)
+    driver = Driver(sizes, SchedulerArgs(enable_priority_scheduling=True))
+    if preempts:
+        for i in range(8):
+            driver.submit(generate(f"low{i}", [i, 2, 3], 40))
+        for _ in range(3):
+            driver.step()
+        assert not driver.scheduler.num_waiting
+    for i in range(8):
+        driver.submit(generate(f"r{i}", [20 + i, 5, 6, 7], 40, priority=1000))
+    for waiting in (5, 2, 0):
+        driver.step()
+        late = [each.rid for each in driver.scheduler.waiting() if each.rid.startswith("r")]
+        assert len(late) == waiting
+        assert all(driver.scheduler.why_waiting(rid).kind == "step" for rid in late) or preempts
+    driver.run()
+    assert all(finish.type == "length" for finish in driver.finish.values())

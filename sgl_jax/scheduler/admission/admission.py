@@ -37,6 +37,9 @@ from sgl_jax.scheduler.waiting.admission_order import Offer
 from sgl_jax.scheduler.waiting.waiting_queue import WaitingQueue
 from sgl_jax.scheduler.working_set import HOLD_STEPS
 
+# Limit of requests that start in one step. Each takes a fifth of a millisecond of the host, and
+# decode rows wait for all of them.
+MAX_STARTS = 288
 # Limit of requests that begin to wait for a prefix in one step; after it, requests that would wait
 # for the same prefix are not tried. Also the limit of requests that begin to wait for a rank.
 MAX_DEFERRED = 128
@@ -79,6 +82,7 @@ class Admission:
         self._home_of = home_of
         self.holds: dict[str, Hold] = {}
         self._next_rank = 0  # for round_robin
+        self._num_starts = 0  # in the step being planned
         self._full_tables = set[int]()  # ranks without rows for the images of a request
 
     def admit_into(self, ranks: Ranks, builders: Sequence[StepBuilder], step: int) -> None:
@@ -104,8 +108,8 @@ class Admission:
         )
         options = RankOptions(rooms, self._waiting)
         self._full_tables.clear()
-        is_changed = True
-        while is_changed:
+        self._num_starts, is_changed = 0, True
+        while is_changed and self._num_starts < MAX_STARTS:
             # A request for which a rank was held may start on another rank now.
             rooms.records["held_above"] = NO_FLOOR
             offer.open_tenants[:] = False
@@ -180,7 +184,9 @@ class Admission:
                 num_following += 1
                 if num_following >= MAX_DEFERRED:
                     offer.passed_by.append(request.line)
-            if num_staying == MAX_DEFERRED or not (preemptible or np.count_nonzero(is_open)):
+            if num_staying == MAX_DEFERRED or self._num_starts == MAX_STARTS:
+                break
+            if not (preemptible or np.count_nonzero(is_open)):
                 break
         return False
 
@@ -329,6 +335,7 @@ class Admission:
         if home is not None and home is not room.rank.memory and request.kept_by is not None:
             release_idle_lease(home, request.kept_by)
         room.start(request, self._waiting.cursor(request, dp_rank))
+        self._num_starts += 1
         if request.num_retractions == 0:
             self._tenants.serve_prompt(request.tenant, request.prompt_len, request.cached_tokens)
         self._waiting.started(request, dp_rank, num_free)

@@ -54,13 +54,15 @@ class InFlight:
         self._listed: dict[int, list[int]] = {}  # rows by rank
         self._on_rank: dict[int, RankInFlight] = {}  # of ranks that were asked for a leader
         self._unlisted = {each.rank.dp_rank for each in builders if each.is_prefilling}
-        # Of each listed row, its rank, its joint row, and the length of its published part.
-        self._rows: IntpArray = np.empty((64, 3), np.int64)
+        # Of each listed row, its rank, its joint row, the length of its published part, and the
+        # token after it: most prompts differ there, and the column of tokens is not read.
+        self._rows: IntpArray = np.empty((64, 4), np.int64)
         self._num_rows = 0
 
     def rows(self, ranks: range) -> tuple[IntpArray, Int32Array]:
-        """Return the rank, the joint row and the published length of each row that may compute a
-        part of the prefix of a request tried on `ranks`, int64[n, 3], and the column of tokens."""
+        """Return the rank, the joint row, the published length and the token after it, of each row
+        that may compute a part of the prefix of a request tried on `ranks`, int64[n, 4], and the
+        column of tokens."""
         if self._unlisted:
             for dp_rank in self._unlisted.intersection(ranks):
                 self._list(dp_rank)
@@ -116,8 +118,9 @@ class InFlight:
         for row in rows:
             if self._num_rows == len(self._rows):
                 self._rows = np.concatenate([self._rows, self._rows])
-            published = tables.cache_protected_len.item(row)
-            self._rows[self._num_rows] = dp_rank, tables.first_row + row, published
+            published, joint_row = tables.cache_protected_len.item(row), tables.first_row + row
+            token = self._tokens.item(joint_row, published)
+            self._rows[self._num_rows] = dp_rank, joint_row, published, token
             self._num_rows += 1
 
 

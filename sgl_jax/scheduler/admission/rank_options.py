@@ -145,7 +145,7 @@ def _begin(
         prefix: number of the request's prefix.
         above, usable_pages: columns of `PrefixColumns`.
         prompt: the request's tokens that a cache may serve.
-        rows: int64[n, 3], the rank, the joint row, and the published length of rows in flight.
+        rows: int64[n, 4], of rows in flight: see `InFlight.rows`.
         tokens: the column of all joint rows.
         options: OPTION[ranks].
     """
@@ -160,13 +160,13 @@ def _begin(
         option.num_spared, option.is_unconfirmed, option.fits = 0, False, False
         option.is_uncounted = option.may_win = False
     limit, num_unconfirmed = min(len(prompt), tokens.shape[1]) // page_size * page_size, 0
-    assert rows.shape[1] == 3
+    assert rows.shape[1] == 4
     for i in range(len(rows)):
-        rank, row, place = rows[i]
+        rank, row, place, token = rows[i]
         assert 0 <= rank < len(options)
         assert 0 <= row < len(tokens)
         option, end = options[rank], place + page_size  # of the page that is compared
-        if place < option.num_present:
+        if place < option.num_present or end > limit or prompt[place] != token:
             continue
         while end <= limit:
             while place < end and tokens[row, place] == prompt[place]:

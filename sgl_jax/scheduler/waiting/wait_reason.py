@@ -26,8 +26,8 @@ class WaitReason(NamedTuple):
 
     `kind` is
 
-    - "step": it fits, but the step's prompt tokens are used up, or memory was just retracted for
-      other requests; the next step tries it again;
+    - "step": it fits, but the step's prompt tokens are used up, memory was just retracted for other
+      requests, or as many started as one step may start; the next step tries it again;
     - "rows", "pages": no rank that it may run on has a row, or none has enough pages; `pages_short`
       gives the missing pages by rank;
     - "prefix": request `behind` computes a prefix that it will read;
