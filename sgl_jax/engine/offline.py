@@ -111,7 +111,8 @@ class Engine:
             input_ids: token id lists, instead of `prompts`.
             progress: show a progress bar; None shows it for many prompts on a terminal.
             options: `rid`, `return_logprob`, `top_logprobs_num`, `token_ids_logprob`,
-                `logprob_start_len`, `logprobs_mode`, `dp_rank`, `return_routed_experts`.
+                `logprob_start_len`, `logprobs_mode`, `dp_rank`, `return_routed_experts`,
+                `return_hidden_states`.
                 `image_data`: with a single prompt, an image or a list of them, Pillow's or uint8
                 arrays [height, width, 3]; else a list with the images of each prompt. They replace
                 the prompt's placeholders in order.

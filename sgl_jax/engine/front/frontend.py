@@ -80,6 +80,7 @@ class Frontend:
             is_strict=args.strict_max_tokens,
             logprobs_mode=args.logprobs_mode,
             reports_experts=args.enable_return_routed_experts,
+            reports_hidden_states=args.enable_return_hidden_states,
         )
         self.metrics = RequestMetrics(args.model_name)
         self.tracer = tracer
@@ -150,7 +151,7 @@ class Frontend:
             sender=sender,
             streaming=streaming,
             kept_tokens=kept_tokens,
-            experts_shape=(self.facts.num_layers, self.facts.experts_per_token),
+            value_shapes=self.facts.value_shapes,
         )
         if self.tracer is not None:
             stream.on_end = self.tracer.begin()
