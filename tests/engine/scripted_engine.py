@@ -136,6 +136,7 @@ class ScriptedEngine:
     max_request_tokens: int = 256
     vocab_size: int = 512
     tokenizer_folder: str = "no tokenizer"  # by which grammars are compiled
+    num_missing: int = 0  # tensors after each message that brings some
     seen: list[FrontMessage] = field(default_factory=list)
     running: dict[str, Running] = field(default_factory=dict)
     sessions: set[str] = field(default_factory=set)
@@ -252,7 +253,7 @@ class ScriptedEngine:
                 data = {"updated": True, "server_args": message.server_args}
                 return Reply(rid=message.rid, ok=True, data=data)
             case UpdateWeightsFromTensor():
-                data = {"success": True, "message": "taken", "num_paused_requests": 0}
+                data = {"success": True, "message": "taken", "num_missing": self.num_missing}
                 return Reply(rid=message.rid, ok=True, data=data)
             case UpdateWeightsFromDisk():
                 self.model_path = message.model_path

@@ -93,6 +93,7 @@ class Frontend:
             args.max_queued_requests, self.facts.max_running_requests, args.share_part
         )
         self.weight_version = str(info.get("weight_version", args.weight_version))
+        self.num_weight_changes = 0
         self.num_tokens = 0  # of all outputs so far, including requests with disconnected clients
         self._sequence = itertools.count()
         self._end_error: type[EngineDeadError | ShuttingDownError] = EngineDeadError
@@ -327,6 +328,7 @@ class Frontend:
     def _note_weights(self, message: WeightsChanged) -> None:
         with self._lock:
             self.weight_version = message.version
+            self.num_weight_changes += 1
             for stream in self._streams.values():
                 stream.note_weights(message.version)
             for rid in message.kept_rids:
