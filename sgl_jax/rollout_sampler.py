@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from numpy.typing import NDArray
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.sampling_params import SamplingParams
@@ -199,8 +198,8 @@ class TunixSampler:
                 chat, add_generation_prompt=True, tokenize=True, return_dict=False
             )
             return list(ids)
-        flat: NDArray[np.int32] = np.asarray(chat, np.int32).reshape(-1)
-        return flat.tolist()
+        flat: list[int] = np.asarray(chat, np.int32).reshape(-1).tolist()
+        return flat
 
     # Rounds of weights
 

@@ -4257,6 +4257,12 @@ MUTATIONS = (
         "        limit = len(self.tokens) - 1\n",
     ),
     Mutation(
+        "token values: begin hidden states where experts begin",
+        "sgl_jax/core/messages.py",
+        "        return 0 if self.return_hidden_states else self.routed_experts_start_len\n",
+        "        return self.routed_experts_start_len\n",
+    ),
+    Mutation(
         "token values: report those of rejected drafts",
         _COMMIT,
         "        if i < plan.num_decode:  # from",

@@ -76,6 +76,7 @@ class EngineCore:
         `progress` gets the phases of the start, and of long work afterwards.
         """
         self.args = args
+        self._has_values = args.reports_token_values  # of tokens, in outputs
         self._progress = progress or Progress()
         # First, so that a failure is reported before the model is loaded.
         kv_events = KVEventsConfig.read(args.kv_events_config)
@@ -217,8 +218,8 @@ class EngineCore:
                     batch: OutputBatch = self.scheduler.handle(events.TakeOutputs())
                     has_stamps = self._stamps.starts or self._stamps.marks
                     batch = self._stamps.add_to(batch) if has_stamps else batch
-                    has_values = self.args.reports_token_values
-                    for part in batch.parts(_MAX_VALUES_BYTES) if has_values else (batch,):
+                    parts = batch.parts(_MAX_VALUES_BYTES) if self._has_values else (batch,)
+                    for part in parts:
                         channel.send(part)
                 if self._failures.num_consecutive:
                     self._failures.check()  # after the replies to the last step's requests
