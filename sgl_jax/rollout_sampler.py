@@ -289,13 +289,6 @@ class TunixSampler:
             await asyncio.to_thread(self._drop_staged)
             await self._serve_again("aborted")
 
-    async def get_weight_sync_status(self) -> dict[str, Any]:
-        """Return the round and its phase, by tunix's names."""
-        uuid, req_id = self._round
-        names = {"none": "idle", "staged": "h2d_done", "switched": "h2d_done"}
-        names["published"] = "committed"
-        return {"req_id": req_id, "uuid": uuid, "phase": names.get(self._phase, self._phase)}
-
     async def get_transfer_status(self, req_id: str, **_: object) -> str:
         """Return SUCCESS if the weights of the round `req_id` have arrived, or else UNKNOWN."""
         has_arrived = self._phase in ("staged", "switched", "published")

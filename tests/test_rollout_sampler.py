@@ -158,7 +158,6 @@ def test_a_round_publishes_its_weights_once(engine: Engine, new: dict[str, Any])
         for _ in range(2):
             await sampler.post_weight_sync(first)
         assert engine._engine.frontend.num_weight_changes == changes + 1
-        assert (await sampler.get_weight_sync_status())["phase"] == "committed"
         response = await waiting
         of_new, published = greedy(engine)
         assert response.token_ids.tolist() == of_new != of_old
