@@ -80,7 +80,7 @@ def pool_absmax(executor: ModelExecutor) -> Float32Array:
     value. Not for 8-bit pools.
     """
     of_pools = [
-        np.asarray(device_pool.kv_absmax(pool, layout, executor._mesh))
+        np.asarray(device_pool.kv_absmax(pool, layout, executor.mesh))
         for pool, layout in zip(executor._state.kv_pools, executor._pool_layouts, strict=True)
     ]
     groups = executor.sizes.groups

@@ -172,6 +172,8 @@ def on_host(name: str, array: Any) -> NDArray[Any]:
         raise CheckpointError(f"the array of tensor {name!r} was deleted or donated")
     if not array.is_fully_addressable:
         raise CheckpointError(f"the array of tensor {name!r} is not wholly in this process")
+    if len(array.sharding.device_set) == 1:
+        return _copy_of(array)
     shards = {str(shard.index): shard for shard in array.addressable_shards}.values()
     if len(shards) == 1:
         return _copy_of(next(iter(shards)).data)

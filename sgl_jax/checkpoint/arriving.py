@@ -101,6 +101,11 @@ class ArrivingWeights:
             yield form
             seen |= found
 
+    @property
+    def expected_shapes(self) -> dict[str, Shape]:
+        """Return the names and first shapes of all tensors, arrived or not."""
+        return {name: own.shapes[0] for name, own in self._expected.items()}
+
     def add(self, tensors: Mapping[str, Any]) -> None:
         """Take tensors: numpy or jax arrays, `Transposed` or `Flat`, or `RowPieces` in numpy.
 

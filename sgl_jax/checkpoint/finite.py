@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from sgl_jax.layers.parameter import Path
 
-_WHOLE_SIZE = 2**20  # parameters of up to this many elements are checked whole
+_WHOLE_SIZE = 2**18  # parameters of up to this many elements are checked whole
 _ROW_STRIDE = 16
 
 

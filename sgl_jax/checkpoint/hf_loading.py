@@ -192,9 +192,10 @@ def load_parameter(
         if not on_chips:
             on_filled()
         # Memory is for one part at a time. An unfinished transfer would hold this part while the
-        # next is read; and jax frees it in the first call after the transfer.
+        # next is read; and jax frees it in the first call after the transfer. A CPU keeps it.
         on_chips += jax.block_until_ready([jax.device_put(out, chip) for chip in chips])
-        jax.device_put(0, chips[0])
+        if chips[0].platform != "cpu":
+            jax.device_put(0, chips[0])
     whole = jax.make_array_from_single_device_arrays(array.shape, array.sharding, on_chips)
     return in_layout(whole, array)
 

@@ -59,8 +59,8 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     prompt_tokens: int | None = None
     # Little-endian float32[hidden_size], if requested.
     hidden: bytes | None = None
-    # Little-endian int16[n, layers, top_k], the experts of the next n tokens, if requested.
-    experts: bytes | None = None
+    # The requested values of the next n tokens, [n, ...] each; see `token_values.py`.
+    token_values: dict[str, bytes] = {}
 
 
 class Mark(msgspec.Struct, frozen=True, array_like=True):
@@ -96,11 +96,11 @@ class OutputBatch(msgspec.Struct, frozen=True, tag=True):
         return list(chain.from_iterable(self.rid_lists))
 
     def parts(self, most_bytes: int) -> Iterator["OutputBatch"]:
-        """Return the batch in parts with experts of at most `most_bytes`, or of one request: many
-        long prompts may end in one step."""
+        """Return the batch in parts with values of tokens of at most `most_bytes`, or of one
+        request: many long prompts may end in one step."""
         rest, part, num_bytes = self, list[RequestOutput](), 0
         for output in self.outputs:
-            own = len(output.experts or b"")
+            own = sum(map(len, output.token_values.values()))
             if own and num_bytes + own > most_bytes and part:
                 yield msgspec.structs.replace(rest, outputs=part)
                 rest, part, num_bytes = OutputBatch(), [], 0

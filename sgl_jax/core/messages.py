@@ -119,6 +119,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             final norm; only with `is_prompt_only`.
         return_routed_experts: report the experts of each token.
         routed_experts_start_len: report them from this position on.
+        return_hidden_states: report the last layer's hidden state of each token, after the final
+            norm.
         is_length_default: the engine may lower `max_new_tokens` to the room that the session's
             history leaves: the client did not set it, or `--strict-max-tokens` is off.
         tenant: None: no tenant; all such requests share the engine as one tenant.
@@ -145,6 +147,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     return_hidden: bool = False
     return_routed_experts: bool = False
     routed_experts_start_len: int = 0
+    return_hidden_states: bool = False
     namespace: str = ""
     priority: int = 0
     tenant: Tenant | None = None
@@ -152,6 +155,16 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reuse: Reuse = Reuse()
     num_unknown_hints: int = 0
     images: tuple[ImageInput, ...] = ()
+
+    @property
+    def token_values(self) -> int:
+        """Return the mask of requested values of tokens; see `token_values.py`."""
+        return self.return_routed_experts | self.return_hidden_states << 1
+
+    @property
+    def token_values_start(self) -> int:
+        """Return the position of the first token whose values are reported."""
+        return 0 if self.return_hidden_states else self.routed_experts_start_len
 
     @property
     def pixel_bytes(self) -> int:

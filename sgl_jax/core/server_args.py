@@ -127,6 +127,9 @@ class ServerArgs(SchedulerArgs):
     enable_return_routed_experts: bool = setting(
         False, "steps report the experts of each token, for return_routed_experts of /generate"
     )
+    enable_return_hidden_states: bool = setting(
+        False, "steps report the hidden state of each token, for return_hidden_states of /generate"
+    )
     enable_multimodal: bool = setting(
         False, "requests may have images, if the model has a vision tower that is supported"
     )
@@ -560,6 +563,11 @@ class ServerArgs(SchedulerArgs):
     @property
     def num_host_devices(self) -> int:
         return self.num_devices // self.num_hosts
+
+    @property
+    def reports_token_values(self) -> bool:
+        """Return True if steps report values of tokens: see `token_values.py`."""
+        return self.enable_return_routed_experts or self.enable_return_hidden_states
 
     @property
     def places_experts(self) -> bool:

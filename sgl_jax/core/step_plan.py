@@ -22,7 +22,7 @@ necessarily contiguous). The scheduler never writes to it after the launch, so t
 it to the device without a copy.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -139,7 +139,7 @@ class RankPlan(NamedTuple):
     top_logprobs_num: int = 0  # most likely tokens to report, maximum over rows
     num_logprob_ids: int = 0  # `logprob_ids` to report, maximum over rows
     returns_hidden: bool = False  # True if any row reports a hidden state
-    returns_experts: bool = False  # True if any row reports its tokens' experts
+    token_values: int = 0  # values that any row reports of its tokens: a mask of `token_values.py`
     states: StatePlan | None = None  # only for models with recurrent layers
     # [num_decode, max_draft_tokens] drafts chosen by the host for decode rows; NO_DRAFT where the
     # step computes the draft. None: the step computes all drafts.
@@ -241,9 +241,9 @@ class RankResult(NamedTuple):
     prompt_logprobs: dict[int, PromptLogprobs] | None = None
     # [n, hidden_size] each row's last hidden state without its drafts, after the final norm.
     hidden: Float32Array | None = None
-    # int16[T, layers, top_k] of the T query tokens, drafts included, row after row; in a plan of
-    # several steps [n, w, layers, top_k].
-    experts: NDArray[np.int16] | None = None
+    # By name [T, ...] of the T query tokens, drafts included, row after row; in a plan of several
+    # steps [n, w, ...]. See `token_values.py`.
+    token_values: Mapping[str, NDArray[Any]] = {}
 
 
 # A launched step with an unread result; opaque to all but the executor that created it.

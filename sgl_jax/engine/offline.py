@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 import msgspec
+from jax.sharding import Mesh
 from tqdm import tqdm
 
 from sgl_jax.checkpoint.gguf.folder import model_folder
@@ -78,6 +79,16 @@ class Engine:
         return self._engine.core.info
 
     @property
+    def mesh(self) -> Mesh:
+        """Return the mesh of the engine's devices, with the axes data and tensor."""
+        return self._engine.core.executor.mesh
+
+    @property
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the tensors of the model's checkpoint, which `update_weights` takes."""
+        return self._engine.core.executor.weights.tensor_shapes
+
+    @property
     def tokenizer(self) -> Tokenizer:
         return self._engine.frontend.tokenizer
 
@@ -111,7 +122,8 @@ class Engine:
             input_ids: token id lists, instead of `prompts`.
             progress: show a progress bar; None shows it for many prompts on a terminal.
             options: `rid`, `return_logprob`, `top_logprobs_num`, `token_ids_logprob`,
-                `logprob_start_len`, `logprobs_mode`, `dp_rank`, `return_routed_experts`.
+                `logprob_start_len`, `logprobs_mode`, `dp_rank`, `return_routed_experts`,
+                `return_hidden_states`.
                 `image_data`: with a single prompt, an image or a list of them, Pillow's or uint8
                 arrays [height, width, 3]; else a list with the images of each prompt. They replace
                 the prompt's placeholders in order.
@@ -220,7 +232,7 @@ class Engine:
     ) -> Generation:
         """Run `generate` for one prompt without blocking the event loop."""
         latest = None
-        async for so_far in self.async_stream(prompt, sampling_params, **options):
+        async for so_far in self._results(prompt, sampling_params, options, streaming=False):
             latest = so_far
         assert latest is not None, "a stream ends with a finish reason"
         return latest
@@ -229,13 +241,21 @@ class Engine:
         self, prompt: Prompt, sampling_params: Sampling = None, **options: Any
     ) -> AsyncIterator[Generation]:
         """Run `stream` without blocking the event loop."""
+        async for so_far in self._results(prompt, sampling_params, options, streaming=True):
+            yield so_far
+
+    async def _results(
+        self, prompt: Prompt, sampling_params: Sampling, options: Mapping[str, Any], streaming: bool
+    ) -> AsyncIterator[Generation]:
         loop, ready = asyncio.get_running_loop(), asyncio.Event()
 
         def on_ready(_: int) -> None:
             loop.call_soon_threadsafe(ready.set)
 
         each = as_options(options, 1)
-        (stream,) = self._engine.submit([prompt], [sampling_params], each, on_ready, streaming=True)
+        (stream,) = self._engine.submit(
+            [prompt], [sampling_params], each, on_ready, streaming=streaming
+        )
         so_far = None
         try:
             while so_far is None or so_far.finish_reason is None:
@@ -350,9 +370,11 @@ class Engine:
         *,
         version: str,
         mode: UpdateMode = "staged",
+        is_first: bool = True,
+        is_last: bool = True,
         keep_cache: bool = False,
         abort_all_requests: bool = False,
-    ) -> None:
+    ) -> int:
         """Serve weights from arrays of this process; return once the next step reads them.
 
         Args:
@@ -362,25 +384,33 @@ class Engine:
             version: a label of these weights, for answers.
             mode: `staged` serves the old weights until the new weights are complete, and needs room
                 for both; `chunked` replaces one parameter at a time, while no step runs.
+            is_first: False continues an update of the same version that was called with `is_last`
+                False.
+            is_last: False keeps the new weights without serving them, even if they are complete.
             keep_cache: let requests that decode go on with their KV of the old weights; their
                 results have `has_old_kv`. Otherwise they are retracted. No other request uses it.
             abort_all_requests: end all requests.
+
+        Returns:
+            The number of tensors that are missing, which is 0 with `is_last`.
 
         Raises:
             InvalidRequestError: a tensor is missing, unknown, misshapen or not finite. The old
                 weights stay; in mode chunked, generation is paused until another update succeeds.
         """
-        for number, (bucket, is_last) in enumerate(in_buckets(weights)):
+        num_missing = 0
+        for number, (bucket, ends) in enumerate(in_buckets(weights)):
             message = UpdateWeightsFromTensor(
                 tensors=bucket,
                 weight_version=version,
                 mode=mode,
-                is_first=number == 0,
-                is_last=is_last,
+                is_first=is_first and number == 0,
+                is_last=is_last and ends,
                 keep_cache=keep_cache,
                 abort_all_requests=abort_all_requests,
             )
-            self._engine.checked_call(message)
+            num_missing = self._engine.checked_call(message).get("num_missing", 0)
+        return num_missing
 
     def release_memory_occupation(self, tags: Sequence[MemoryTag] | None = None) -> None:
         """Delete `weights` or `kv_cache` on the devices, or both. Requests wait."""

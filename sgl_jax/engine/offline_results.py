@@ -37,6 +37,8 @@ class Generation:
     # [tokens, layers, top_k] at the end, with `return_routed_experts`: the experts of the tokens
     # from `routed_experts_start_len` to the last but one.
     routed_experts: Int32Array | None = None
+    # [tokens, hidden_size] at the end, with `return_hidden_states`: of all tokens but the last.
+    hidden_states: Float32Array | None = None
 
 
 class GenerationError(RuntimeError):
@@ -75,6 +77,7 @@ def extended(so_far: Generation | None, chunk: Chunk, stream: RequestStream) -> 
         cached_tokens=stream.cached_tokens,
         hidden=None if stream.hidden is None else np.frombuffer(stream.hidden, "<f4"),
         routed_experts=None if finish is None else stream.routed_experts,
+        hidden_states=None if finish is None else stream.hidden_states,
         dp_rank=stream.dp_rank,
         weight_versions=tuple(stream.weight_versions),
         has_old_kv=stream.has_old_kv,

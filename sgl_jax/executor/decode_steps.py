@@ -29,7 +29,7 @@ class _Carry(NamedTuple):
     state: StepState
     tokens: jax.Array  # int32[B, most], as `StepOutput.tokens`
     logprobs: jax.Array  # int32[B, most, n]
-    experts: jax.Array | None  # int16[B, most, layers, top_k]
+    token_values: dict[str, jax.Array]  # [B, most, ...] each
 
 
 def run_decode_steps(
@@ -58,10 +58,10 @@ def run_decode_steps(
         )
         state, output = run_step(model, carry.state, row_params, given._replace(controls=own))
         tokens = output.tokens[:, 0]
-        experts = carry.experts
-        if experts is not None and output.experts is not None:
-            place = jnp.cumsum(is_running) - 1  # of the row's query among the step's
-            experts = experts.at[:, step].set(output.experts.at[place].get(mode="clip"))
+        token_values = {
+            name: values.at[:, step].set(_of_rows(output.token_values[name], is_running))
+            for name, values in carry.token_values.items()
+        }
         is_running &= (tokens != NON_FINITE) & ~_stops(params, starts + step + 2, tokens)
         is_running &= step + 1 < num_steps
         return _Carry(
@@ -71,23 +71,30 @@ def run_decode_steps(
             state,
             carry.tokens.at[:, step].set(tokens),
             carry.logprobs.at[:, step].set(output.logprobs[:, 0]),
-            experts,
+            token_values,
         )
 
     num_rows = controls.rows.shape[0]
     logprobs = pack_logprobs(no_logprobs(num_rows * most)).reshape(num_rows, most, -1)
     tokens = jnp.full((num_rows, most), -1, jnp.int32)
     runs = any_over_data(jnp.any(is_running))
-    experts = None
-    if model.top_k is not None:
-        experts = jnp.zeros((num_rows, most, model.config.num_layers, model.top_k), jnp.int16)
-    carry = _Carry(jnp.int32(0), is_running, runs, state, tokens, logprobs, experts)
+    token_values = {
+        name: jnp.zeros((num_rows, most, *one.shape), one.dtype)
+        for name, one in model.token_values.items()
+    }
+    carry = _Carry(jnp.int32(0), is_running, runs, state, tokens, logprobs, token_values)
     carry = lax.while_loop(lambda carry: carry.runs, run_next, carry)
     is_wrong = jnp.any(carry.tokens == NON_FINITE, axis=1, keepdims=True)
     tokens = jnp.where(is_wrong, -1, carry.tokens)
     tokens = tokens.at[:, :1].set(jnp.where(is_wrong, NON_FINITE, tokens[:, :1]))
     no_scores = pack_logprobs(no_logprobs(1))
-    return carry.state, StepOutput(tokens, carry.logprobs, no_scores, None, carry.experts)
+    return carry.state, StepOutput(tokens, carry.logprobs, no_scores, None, carry.token_values)
+
+
+def _of_rows(queries: jax.Array, is_running: jax.Array) -> jax.Array:
+    """Return [B, ...], the values of each row's query among those of the running rows."""
+    place = jnp.cumsum(is_running) - 1
+    return queries.at[place].get(mode="clip")
 
 
 def _stops(params: RowParams, num_tokens: jax.Array, last: jax.Array) -> jax.Array:

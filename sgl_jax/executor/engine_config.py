@@ -110,6 +110,7 @@ class EngineConfig(NamedTuple):
             placement=self.placement,
             counts_experts=self._counts_experts,
             returns_experts=self.args.enable_return_routed_experts,
+            returns_hidden_states=self.args.enable_return_hidden_states,
             shards_weights=self.args.weight_sharding == "data",
             kernels=(
                 invariant_kernels(self.platform)

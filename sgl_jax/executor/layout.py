@@ -8,10 +8,10 @@ Never reuses an array: each step allocates its uploads, because on a CPU jax may
 in place, and later.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from operator import itemgetter
+from functools import cached_property, reduce
+from operator import itemgetter, or_
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -33,6 +33,7 @@ from sgl_jax.core.step_plan import (
     RankResult,
     StepPlan,
 )
+from sgl_jax.core.token_values import named_values
 from sgl_jax.executor.buckets import Bucket
 from sgl_jax.layers.sampling.logprobs import LogprobArrays
 
@@ -91,9 +92,9 @@ class StepOutput(NamedTuple):
     # max_prompt_logprob_tokens and the step's queries.
     prompt_logprobs: jax.Array
     hidden: jax.Array | None = None  # float32[B, hidden_size], only of masked steps
-    # int16[T, layers, top_k] of the query tokens, row after row; with several steps
-    # [B, steps, layers, top_k]. None: the model does not report them.
-    experts: jax.Array | None = None
+    # By name [T, ...] of the query tokens, row after row; with several steps [B, steps, ...]. Those
+    # that the model reports: `CausalLM.token_values`.
+    token_values: Mapping[str, jax.Array] = {}
 
 
 def pack_logprobs(values: LogprobArrays) -> jax.Array:
@@ -231,14 +232,18 @@ class DPLayout:
             for i, own in enumerate(self.split(np.asarray(output.hidden), num_rows)):
                 if ranks[i].returns_hidden:
                     results[i] = results[i]._replace(hidden=own)
-        if any(plan.returns_experts for plan in ranks):
+        if wanted := reduce(or_, (plan.token_values for plan in ranks)):
             counts = [
                 n if plan.num_steps is not None else plan.num_tokens
                 for n, plan in zip(num_rows, ranks, strict=True)
             ]
-            for i, experts in enumerate(self.split(np.asarray(output.experts), counts)):
-                if ranks[i].returns_experts:
-                    results[i] = results[i]._replace(experts=experts)
+            by_rank = {
+                name: self.split(np.asarray(output.token_values[name]), counts)
+                for name in named_values(wanted)
+            }
+            for i, plan in enumerate(ranks):
+                reported = {name: by_rank[name][i] for name in named_values(plan.token_values)}
+                results[i] = results[i]._replace(token_values=reported)
         return tuple(results)
 
     def _fetch(

@@ -86,15 +86,15 @@ class ModelExecutor(Executor):
     def __init__(self, args: ServerArgs, progress: Progress | None = None) -> None:
         """Choose devices, load weights, allocate the pools. Compiles no step; see `warm_up`."""
         self._progress = progress or Progress()
-        self._mesh = make_mesh(args)
+        self.mesh = make_mesh(args)
         set_compilation_cache(args.compilation_cache_dir)
         given = args
         model, load_format = stored_model(args.model_path, args.load_format, args)
         args = replace(args, load_format=load_format)
-        config = EngineConfig.resolve(args, model, platform_of(self._mesh))
+        config = EngineConfig.resolve(args, model, platform_of(self.mesh))
         args, decided = config.args, config.decided(given)
         logger.info("settings: %s", ", ".join(f"{name}={decided[name]}" for name in decided))
-        placed = place_model(model, self._mesh, config.build_options)
+        placed = place_model(model, self.mesh, config.build_options)
         self._model, self._args = model, args
         floats = placed.float_matrices
         if model.quantization is not None:
@@ -115,7 +115,7 @@ class ModelExecutor(Executor):
             if self.sizes.host_blocks:
                 require_host_bytes(config.host_bytes(self.sizes, args.num_hosts))
                 self.cpu_blocks = CpuBlocks(
-                    self._state_shapes[0], config.chip_views, self.sizes, self._mesh
+                    self._state_shapes[0], config.chip_views, self.sizes, self.mesh
                 )
                 self._layout = config.kv_layout
                 if args.hicache_storage_backend != "none":
@@ -141,7 +141,7 @@ class ModelExecutor(Executor):
             "float_matrices": list(floats),
             "kv_cache_dtype": cache_dtype_name(config.pool_layouts[0].dtype),
             "platform": config.platform,
-            "devices": [str(device) for device in self._mesh.devices.flat],
+            "devices": [str(device) for device in self.mesh.devices.flat],
             "hidden_size": model.hidden_size,
             "num_layers": model.num_layers,
             "experts_per_token": model.moe.choice.top_k if model.moe else 0,
@@ -158,7 +158,7 @@ class ModelExecutor(Executor):
         `unloaded_bytes` on each device, and again afterwards if they took clearly more."""
         config = self._config
         pool_pages = choose_pool_pages(
-            *(config.args, config.pools, self._mesh, config.pages_per_row, config.work_bytes),
+            *(config.args, config.pools, self.mesh, config.pages_per_row, config.work_bytes),
             unloaded_bytes,
         )
         if not unloaded_bytes:
@@ -167,9 +167,9 @@ class ModelExecutor(Executor):
             logger.warning("the weights took more memory than planned: %s pages", pool_pages)
             self._stages.give_up()
         self.sizes = config.sizes(pool_pages)
-        self._state_shapes = config.state_shapes(pool_pages, self._mesh)
+        self._state_shapes = config.state_shapes(pool_pages, self.mesh)
         self._programs = Programs(
-            *(placed.graphdef, placed.params, *self._state_shapes, self.sizes, self._mesh),
+            *(placed.graphdef, placed.params, *self._state_shapes, self.sizes, self.mesh),
             is_invariant=config.args.enable_deterministic_inference,
         )
         self._stages = self._new_stages()
@@ -179,7 +179,7 @@ class ModelExecutor(Executor):
         `warm_up` again to compile their programs. Nothing may be in flight."""
         self._watch.disarm()
         options = self._config.build_options._replace(kernels=kernels)
-        placed = place_model(self._model, self._mesh, options)
+        placed = place_model(self._model, self.mesh, options)
         self._programs = self._programs.of_graph(placed.graphdef)
         self._stages = self._new_stages()
 

@@ -61,7 +61,7 @@ class Computed(NamedTuple):
     logits: jax.Array  # float32[queries that may sample, columns of this chip]
     hidden: jax.Array  # [T, hidden_size] after all layers and the final norm
     draft_hidden: jax.Array | None  # hidden states that the draft layer starts from
-    experts: jax.Array | None  # as in `StepOutput`
+    token_values: dict[str, jax.Array]  # as in `StepOutput`
     queries: "Queries"
 
 
@@ -114,9 +114,12 @@ def compute_step(model: CausalLM, state: StepState, given: RankStep) -> tuple[St
     state = state._replace(token_table=token_table, kv_pools=kv_pools, states=states)
     if state.expert_counts is not None and counts is not None:
         state = state._replace(expert_counts=state.expert_counts + counts)
+    values = dict[str, jax.Array]()
     if experts is not None:
-        experts = experts.transpose(2, 0, 1)
-    return state, Computed(logits.columns, hidden, draft_hidden, experts, queries)
+        values["routed_experts"] = experts.transpose(2, 0, 1)
+    if model.hidden_dtype is not None:
+        values["hidden_states"] = hidden
+    return state, Computed(logits.columns, hidden, draft_hidden, values, queries)
 
 
 def draw_step(
@@ -193,7 +196,7 @@ def draw_step(
         last_hidden = computed.hidden[lasts].astype(jnp.float32)
     output = StepOutput(
         *(new_tokens, pack_logprobs(by_row), pack_logprobs(prompt_logprobs)),
-        *(last_hidden, computed.experts),
+        *(last_hidden, computed.token_values),
     )
     states = state.states
     if states is not None:

@@ -118,6 +118,11 @@ class ServedWeights:
         return found
 
     @property
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the names and shapes of a checkpoint's tensors."""
+        return ArrivingWeights(self._model, check_all=False).expected_shapes
+
+    @property
     def is_mixed(self) -> bool:
         """Return whether parameters were deleted, or are of other weights than the rest."""
         return bool(self._deleted)

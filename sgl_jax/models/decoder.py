@@ -67,6 +67,7 @@ class BuildOptions(NamedTuple):
     placement: ExpertPlacement | None = None  # of distributed experts; None: in order
     counts_experts: bool = False  # the model returns how often each expert was chosen
     returns_experts: bool = False  # the model returns each token's experts
+    returns_hidden_states: bool = False  # steps report each token's hidden state
     sequence_parallel: bool = False  # each chip of a rank has a share of the tokens
     tp_size: int = 1  # chips of a rank, and ranks: `place_model` takes them from its mesh
     dp_size: int = 1
@@ -168,6 +169,8 @@ class CausalLM(nnx.Module):
         self.placement = options.placement
         self.num_counted = config.moe.num_experts if config.moe and options.counts_experts else None
         self.top_k = config.moe.choice.top_k if config.moe and options.returns_experts else None
+        # The type of hidden states, if steps report them.
+        self.hidden_dtype = jnp.dtype(options.dtype) if options.returns_hidden_states else None
         self.sequence_parallel = options.sequence_parallel
         declare = partial(self._declare, options=options)
         self.scan_segments = find_scan_segments(layer_kinds(config.layers, declare))
@@ -281,6 +284,19 @@ class CausalLM(nnx.Module):
         before = () if captured is None else captured[:-1]
         own = [self._whole(one, len(hidden)) for one in before]
         return self.draft_layer.first_hidden(hidden, own)
+
+    @property
+    def token_values(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return the values that steps report of each token, by the names of
+        `core/token_values.py`."""
+        values = dict[str, jax.ShapeDtypeStruct]()
+        if self.top_k is not None:
+            shape = (self.config.num_layers, self.top_k)
+            values["routed_experts"] = jax.ShapeDtypeStruct(shape, jnp.int16)
+        if self.hidden_dtype is not None:
+            size = self.config.hidden_size
+            values["hidden_states"] = jax.ShapeDtypeStruct((size,), self.hidden_dtype)
+        return values
 
     def draft(
         self,

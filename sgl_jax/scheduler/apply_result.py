@@ -18,6 +18,7 @@ from sgl_jax.core.step_plan import (
     RankResult,
     StepPlan,
 )
+from sgl_jax.core.token_values import TOKEN_VALUES, named_values
 from sgl_jax.mem_cache.row_growth import commit_rows
 from sgl_jax.scheduler.draft_policy import rate_drafts
 from sgl_jax.scheduler.in_flight_rows import (
@@ -63,9 +64,9 @@ def apply_result(
         running.latest,
         running.stop_ids[:, :num_stop_ids],
     )
-    for i in [i for i, result in enumerate(results) if result.experts is not None]:
+    for i in [i for i, result in enumerate(results) if result.token_values]:
         own = rows[bounds[i] : bounds[i + 1]]
-        _collect_experts(ranks.ranks[i], plan.ranks[i], results[i], own, epoch)
+        _collect_values(ranks.ranks[i], plan.ranks[i], results[i], own, epoch)
     ranks.num_generated_tokens += num_tokens
     ranks.tenants.serve_outputs(running.tenant, rows["row"], rows["num_gained"], num_tokens)
     if tokens.shape[1] > 1:
@@ -131,7 +132,7 @@ def _output(
     request = rank.running.request(row)
     prompt_logprobs = request.pending_prompt_logprobs or None
     request.pending_prompt_logprobs = []
-    experts, request.pending_experts = request.pending_experts, []
+    values, request.pending_values = request.pending_values, {}
     rank.columns.is_unsent[row] = False
     return RequestOutput(
         rid=request.rid,
@@ -143,7 +144,7 @@ def _output(
         prompt_logprobs=prompt_logprobs,
         prompt_tokens=request.pop_prompt_len(),
         hidden=hidden,
-        experts=b"".join(experts) or None,
+        token_values={name: b"".join(parts) for name, parts in values.items()},
     )
 
 
@@ -222,15 +223,14 @@ def _prompt_token_logprobs(
     )
 
 
-def _collect_experts(
+def _collect_values(
     rank: RankScheduler, plan: RankPlan, result: RankResult, launched: Records, epoch: Int32Array
 ) -> None:
-    """Keep the experts of the tokens of this step that stay, for the requests' next outputs.
+    """Keep the values of the tokens of this step that stay, for the requests' next outputs.
     `launched` LAUNCHED[n] are the rank's rows, after `append`. A row that failed has no output."""
-    assert result.experts is not None, "the plan asked for experts"
     columns, ends = rank.columns, np.cumsum(launched["q_len"])
     is_kept = epoch[launched["row"]] == launched["epoch"]
-    for i in (is_kept & columns.returns_experts[launched["own_row"]]).nonzero()[0].tolist():
+    for i in (is_kept & (columns.token_values[launched["own_row"]] > 0)).nonzero()[0].tolist():
         step = launched[i]
         request, first = rank.running.request(int(step["own_row"])), int(step["kv_start"])
         count = int(step["q_len"])
@@ -238,9 +238,11 @@ def _collect_experts(
             count = int(step["num_gained"])
             first = int(columns.known_len[step["own_row"]]) - count - 1
         at = slice(ends[i] - step["q_len"], ends[i]) if plan.num_steps is None else i
-        queries = result.experts[at]
-        assert first <= request.expert_next, "every token from there on is computed"
-        num_known = request.expert_next - first
+        assert first <= request.value_next, "every token from there on is computed"
+        num_known = request.value_next - first
         if num_known < count:
-            request.pending_experts.append(queries[num_known:count].astype("<i2").tobytes())
-            request.expert_next = first + count
+            for name in named_values(request.message.token_values):
+                queries = result.token_values[name][at][num_known:count]
+                written = queries.astype(TOKEN_VALUES[name]).tobytes()
+                request.pending_values.setdefault(name, []).append(written)
+            request.value_next = first + count

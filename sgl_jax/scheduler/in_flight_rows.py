@@ -33,7 +33,7 @@ ROW = np.dtype(
         ("return_logprob", np.bool_),
         ("has_grammar", np.bool_),
         ("returns_hidden", np.bool_),
-        ("returns_experts", np.bool_),
+        ("token_values", np.uint8),  # requested, see `token_values.py`
         ("is_unsent", np.bool_),  # nothing sent yet: the first output carries more than a token
     ],
     align=True,
@@ -68,7 +68,7 @@ SHARE = np.dtype(
         ("top_logprobs_num", np.int64),  # the most that a row reports; -1 if none reports any
         ("is_masked", np.bool_),  # a row draws a token by a grammar, or returns a hidden state
         ("returns_hidden", np.bool_),
-        ("returns_experts", np.bool_),
+        ("token_values", np.uint8),  # requested, see `token_values.py`
     ],
     align=True,
 )
@@ -150,7 +150,7 @@ def launch(
             step.num_scored, step.samples = num_scored, samples
             share.longest = max(share.longest, end + row.unread_drafts + ahead)
             share.num_scored += num_scored
-            share.returns_experts |= row.returns_experts
+            share.token_values |= row.token_values
             if samples:
                 share.is_masked |= row.has_grammar | row.returns_hidden
                 share.returns_hidden |= row.returns_hidden
@@ -237,7 +237,7 @@ def append(
         step, row = launched[i], records[launched[i].row]
         if step.num_gained == 0:
             continue
-        has_more = row.is_unsent or row.return_logprob or row.returns_experts
+        has_more = row.is_unsent or row.return_logprob or row.token_values != 0
         if step.num_gained > 1 or step.end != GOES_ON or has_more:
             others[num_others] = i
             num_others += 1

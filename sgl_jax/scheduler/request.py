@@ -46,7 +46,6 @@ class Request:
         "computed_len",
         "dp_rank",
         "expected",
-        "expert_next",
         "images",
         "is_prompt_told",
         "kept_by",
@@ -62,8 +61,8 @@ class Request:
         "num_fetches",
         "num_lost",
         "num_retractions",
-        "pending_experts",
         "pending_prompt_logprobs",
+        "pending_values",
         "priority",
         "prompt_len",
         "rid",
@@ -71,6 +70,7 @@ class Request:
         "state",
         "tenant",
         "tokens",
+        "value_next",
     )
 
     def __init__(
@@ -128,17 +128,17 @@ class Request:
         self.begin_reports()
 
     def begin_reports(self) -> None:
-        """Report the prompt's log-probabilities and experts from the first requested on."""
+        """Report the prompt's log-probabilities and tokens' values from the first requested on."""
         # Next prompt position to report the log-probability of; prompt_len if there is none.
         start = self.message.logprob_start_len
         self.logprob_next = self.prompt_len if start < 0 else min(start, self.prompt_len)
         self.pending_prompt_logprobs: list[TokenLogprobs] = []
-        # Next position to report the experts of; `max_len` if none is requested.
+        # Next position to report the values of; `max_len` if none are requested.
         message = self.message
-        self.expert_next = self.max_len
-        if message.return_routed_experts:
-            self.expert_next = min(message.routed_experts_start_len, self.prompt_len)
-        self.pending_experts: list[bytes] = []
+        self.value_next = self.max_len
+        if message.token_values:
+            self.value_next = min(message.token_values_start, self.prompt_len)
+        self.pending_values: dict[str, list[bytes]] = {}
 
     @property
     def max_kv_len(self) -> int:
@@ -219,9 +219,9 @@ class Request:
 
     def matchable(self) -> Int32Array:
         """Return the prefix that a cache may serve: without the last token, needed for its logits,
-        and any position whose experts, or from which a prompt log-probability, must still be
+        and any position whose values, or from which a prompt log-probability, must still be
         computed."""
-        limit = min(len(self.tokens) - 1, self.expert_next)
+        limit = min(len(self.tokens) - 1, self.value_next)
         if self.logprob_next < self.prompt_len:
             limit = min(limit, max(self.logprob_next - 1, 0))
         return self.tokens[:limit]

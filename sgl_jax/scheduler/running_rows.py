@@ -58,7 +58,7 @@ class RowColumns:
         self.return_logprob: BoolArray = self.records["return_logprob"]
         self.has_grammar: BoolArray = self.records["has_grammar"]
         self.returns_hidden: BoolArray = self.records["returns_hidden"]
-        self.returns_experts: BoolArray = self.records["returns_experts"]
+        self.token_values: NDArray[np.uint8] = self.records["token_values"]
         self.is_unsent: BoolArray = self.records["is_unsent"]
 
     @classmethod
@@ -142,7 +142,7 @@ class RunningRows:
             *(request.prompt_len + sampling.min_new_tokens, request.max_len, score_start),
             *(request.message.top_logprobs_num, request.message.return_logprob),
             *(sampling.grammar is not None, request.message.return_hidden),
-            *(request.message.return_routed_experts, count == request.prompt_len),
+            *(request.message.token_values, count == request.prompt_len),
         )
         columns.prompt_len[row] = request.prompt_len
         columns.regained_len[row] = count + request.num_lost

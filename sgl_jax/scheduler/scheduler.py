@@ -232,7 +232,7 @@ class Scheduler:
                 else:
                     retracted.append(rank.retract(row, "asked"))
         for request in list(self._waiting):
-            if request.pending_prompt_logprobs or request.pending_experts:
+            if request.pending_prompt_logprobs or request.pending_values:
                 self._waiting.remove(request)
                 retracted.append(request)
         for request in retracted:

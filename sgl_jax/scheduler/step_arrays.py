@@ -157,7 +157,7 @@ def _rank_plans(
         )
     )
     reports = (shares["num_scored"] > 0) | (shares["top_logprobs_num"] >= 0)
-    reports |= shares["returns_hidden"] | shares["returns_experts"]
+    reports |= shares["returns_hidden"] | (shares["token_values"] > 0)
     for k in reports.nonzero()[0].tolist():
         plans[k] = _add_reports(plans[k], ranks, rows[parts[k]], shares[k])
     if ranks.has_states or ranks.max_draft_tokens:
@@ -172,8 +172,9 @@ def _rank_plans(
 
 def _add_reports(plan: RankPlan, ranks: Ranks, rows: Records, share: Any) -> RankPlan:
     """Add to a plan what its `rows`, LAUNCHED[n], report in addition to tokens."""
-    returns_hidden, returns_experts = bool(share["returns_hidden"]), bool(share["returns_experts"])
-    plan = plan._replace(returns_hidden=returns_hidden, returns_experts=returns_experts)
+    plan = plan._replace(
+        returns_hidden=bool(share["returns_hidden"]), token_values=int(share["token_values"])
+    )
     num_scored, top_logprobs_num = int(share["num_scored"]), int(share["top_logprobs_num"])
     if num_scored == 0 and top_logprobs_num < 0:
         return plan

@@ -26,7 +26,8 @@ _DEFAULT_MODELS = ("default", "unknown")
 
 @dataclass
 class References:
-    """One object per server. Only `draining` changes, and the engine updates `engine_info`."""
+    """One object per server. `draining` and the last update of the weights change, and the engine
+    updates `engine_info`."""
 
     args: ServerArgs
     frontend: Frontend
@@ -36,6 +37,9 @@ class References:
     texts: TextPool
     health: EngineHealth
     draining: bool = False
+    # The frontend's `num_weight_changes` at `/begin_weight_update`; None: no update has begun.
+    changes_at_begin: int | None = None
+    num_missing: int = 0  # tensors of the last update by tensors
     answer_timeout_s: float = 30.0  # for the engine's reply to a call, possibly after a step
     reader_timeout_s: float = 60.0  # for a client to read a piece of its stream
     created: int = field(default_factory=lambda: int(time.time()))

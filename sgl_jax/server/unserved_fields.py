@@ -118,9 +118,10 @@ REQUEST = _table(
         "the model decides": "require_reasoning",
         "reasoning cannot be bounded": "max_thinking_tokens thinking task",
         "there are no background responses": "background background_options",
-        "the step does not report it": "return_hidden_states return_indexer_topk return_entropy "
-        "return_bytes return_sampling_mask sampling_logprobs_mode",
-        "experts come from /generate": "return_routed_experts routed_experts_start_len",
+        "the step does not report it": "return_indexer_topk return_entropy return_bytes "
+        "return_sampling_mask sampling_logprobs_mode",
+        "it comes from /generate": "return_routed_experts routed_experts_start_len "
+        "return_hidden_states",
         "log-probabilities come in nested lists only": "return_flat_raw_top_logprobs "
         "return_flat_raw_output_top_logprobs",
         "answers have no such details": "return_cached_tokens_details return_spec_tokens_details "

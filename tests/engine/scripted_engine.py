@@ -58,6 +58,7 @@ from sgl_jax.core.messages import (
 from sgl_jax.core.progress import Progress
 from sgl_jax.core.sampling_params import choice_seed
 from sgl_jax.core.server_args import ServerArgs
+from sgl_jax.core.token_values import TOKEN_VALUES, named_values
 from sgl_jax.core.transfers import STORE_MISSES
 from sgl_jax.core.weight_messages import UpdateWeightsFromDisk, UpdateWeightsFromTensor
 from sgl_jax.engine.channels import Channel
@@ -115,12 +116,16 @@ class Running:
     num_output_tokens: int = 0
 
 
-def scripted_experts(running: Running) -> bytes:
-    """Each token's position, [layers, top_k] times; of the whole prompt first."""
-    start = running.request.routed_experts_start_len
+def scripted_values(running: Running) -> dict[str, bytes]:
+    """Each token's position, as often as it has numbers; of the whole prompt first."""
+    start = running.request.token_values_start
     end = len(running.request.input_ids) + running.num_output_tokens - 1
     positions = np.arange(start if running.num_output_tokens == 1 else end - 1, end, dtype="<i2")
-    return np.repeat(positions, NUM_LAYERS * TOP_K).tobytes()
+    counts = {"routed_experts": NUM_LAYERS * TOP_K, "hidden_states": HIDDEN_SIZE}
+    return {
+        name: np.repeat(positions, counts[name]).astype(TOKEN_VALUES[name]).tobytes()
+        for name in named_values(running.request.token_values)
+    }
 
 
 @dataclass
@@ -131,6 +136,7 @@ class ScriptedEngine:
     max_request_tokens: int = 256
     vocab_size: int = 512
     tokenizer_folder: str = "no tokenizer"  # by which grammars are compiled
+    num_missing: int = 0  # tensors after each message that brings some
     seen: list[FrontMessage] = field(default_factory=list)
     running: dict[str, Running] = field(default_factory=dict)
     sessions: set[str] = field(default_factory=set)
@@ -247,7 +253,7 @@ class ScriptedEngine:
                 data = {"updated": True, "server_args": message.server_args}
                 return Reply(rid=message.rid, ok=True, data=data)
             case UpdateWeightsFromTensor():
-                data = {"success": True, "message": "taken", "num_paused_requests": 0}
+                data = {"success": True, "message": "taken", "num_missing": self.num_missing}
                 return Reply(rid=message.rid, ok=True, data=data)
             case UpdateWeightsFromDisk():
                 self.model_path = message.model_path
@@ -351,7 +357,7 @@ class ScriptedEngine:
             finish = self.finish(running, token)
             if finish is not None:
                 del self.running[rid]
-            reports = request.return_logprob or request.return_routed_experts
+            reports = request.return_logprob or request.token_values
             if finish is None and running.num_output_tokens > 1 and not reports:
                 rids.append(rid)
                 tokens.append(token)
@@ -368,7 +374,7 @@ class ScriptedEngine:
                     prompt_logprobs=self.prompt_logprobs(request) if first else None,
                     prompt_tokens=self.prompt_tokens(request) if first else None,
                     hidden=scripted_hidden(request) if request.return_hidden else None,
-                    experts=scripted_experts(running) if request.return_routed_experts else None,
+                    token_values=scripted_values(running),
                 )
             )
         return OutputBatch(outputs, [rids], np.array(tokens, "<i4").tobytes())

@@ -95,7 +95,10 @@ def test_the_experts_of_many_prompts_arrive_in_several_messages(
     """The prompts of all ranks may end in one step, with a gigabyte of experts."""
     monkeypatch.setattr(channels, "MAX_MESSAGE_BYTES", 300)
     sizes = [60, 60, 40, 0, 200, 10]
-    outputs = [RequestOutput(f"{i}", [i], 0, 0, experts=bytes(n)) for i, n in enumerate(sizes)]
+    outputs = [
+        RequestOutput(f"{i}", [i], 0, 0, token_values={"routed_experts": bytes(n)})
+        for i, n in enumerate(sizes)
+    ]
     batch = msgspec.structs.replace(OUTPUT, outputs=outputs, starts={"0": 1.0})
 
     async def received() -> list[EngineMessage]:

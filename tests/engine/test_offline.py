@@ -55,10 +55,10 @@ def test_a_stream_ends_with_what_generate_returns(engine: Engine) -> None:
 
 def test_async_streams_run_side_by_side(engine: Engine) -> None:
     async def both() -> list[list[int]]:
-        results = await asyncio.gather(
-            engine.async_generate("Hello", GREEDY), engine.async_generate("Good day", GREEDY)
-        )
-        return [result.output_ids for result in results]
+        whole = asyncio.create_task(engine.async_generate("Hello", GREEDY))
+        steps = [step.output_ids async for step in engine.async_stream("Good day", GREEDY)]
+        assert list(map(len, steps)) == sorted(map(len, steps))
+        return [(await whole).output_ids, steps[-1]]
 
     expected = [g.output_ids for g in engine.generate(["Hello", "Good day"], GREEDY)]
     assert asyncio.run(both()) == expected

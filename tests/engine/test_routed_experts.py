@@ -78,7 +78,7 @@ def check_engine(engine: Engine, family: Path = FAMILY) -> None:
 
 
 def test_they_are_those_of_a_float64_router(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core, "_MAX_EXPERTS_BYTES", 100)  # a message for each request
+    monkeypatch.setattr(core, "_MAX_VALUES_BYTES", 100)  # a message for each request
     with make_engine() as engine:
         check_engine(engine)
         with pytest.raises(InvalidRequestError, match=r"\[0, 2\], got 3"):

@@ -177,7 +177,7 @@ class Driver:
         self.wanted_top: dict[str, int] = {}  # of requests that want log-probabilities
         self.logprobs: dict[str, list[TokenLogprobs]] = defaultdict(list)
         self.hidden: dict[str, bytes] = {}
-        self.experts: dict[str, bytes] = defaultdict(bytes)
+        self.values: dict[tuple[str, str], bytes] = defaultdict(bytes)  # by rid and name
         self.plans: list[StepPlan] = []
 
     def submit(self, message: GenerateRequest, history: list[int] | None = None) -> None:
@@ -312,7 +312,8 @@ class Driver:
             if output.hidden is not None:
                 assert output.rid not in self.hidden, f"{output.rid} got a second hidden state"
                 self.hidden[output.rid] = output.hidden
-            self.experts[output.rid] += output.experts or b""
+            for name, values in output.token_values.items():
+                self.values[output.rid, name] += values
             if output.prompt_tokens is not None:
                 assert output.rid not in self.prompt_tokens, f"{output.rid} told its prompt twice"
                 self.prompt_tokens[output.rid] = output.prompt_tokens

@@ -97,7 +97,7 @@ def test_a_launch_counts_the_tokens_that_its_rows_will_sample() -> None:
     columns = RowColumns.empty(6, MAX_LEN, 1)
     columns.planned_len[[1, 4]] = 5, 9
     columns.unread_drafts[1] = 1
-    columns.score_start[4], columns.returns_experts[4] = 3, True
+    columns.score_start[4], columns.token_values[4] = 3, 2
     columns.return_logprob[1], columns.has_grammar[1], columns.top_logprobs_num[1] = True, True, 2
     rows, shares = launched(columns, [1, 1], [5], [3])
     fields = ["row", "own_row", "epoch", "kv_start", "kv_end", "q_len", "num_scored"]
@@ -107,8 +107,8 @@ def test_a_launch_counts_the_tokens_that_its_rows_will_sample() -> None:
         (0, False, False),
     ]
     assert shares.tolist() == [
-        (1, 9, 0, 2, True, False, False),
-        (0, 7, 4, -1, False, False, True),
+        (1, 9, 0, 2, True, False, 0),
+        (0, 7, 4, -1, False, False, 2),
     ]
     assert columns.planned_len[[1, 4]].tolist() == [6, 9]
     assert columns.unread_drafts[[1, 4]].tolist() == [4, 0]

@@ -33,6 +33,7 @@ class SizedExecutor(OracleModelExecutor):
             "page_size": sizes.page_size,
             "num_layers": 1,
             "experts_per_token": 0,
+            "hidden_size": 0,
             "eos_token_ids": [],
             "image_slots": sizes.image_slots,
             "max_images": sizes.max_images,

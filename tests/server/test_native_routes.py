@@ -12,8 +12,9 @@ import pytest
 
 from sgl_jax.core.engine_messages import FinishReason, OutputBatch, RequestOutput, WeightsChanged
 from sgl_jax.core.messages import GenerateRequest
+from sgl_jax.server.apis import native
 from sgl_jax.text.tokenizer import Tokenizer
-from tests.engine.scripted_engine import LOGPROB, NUM_LAYERS, TOP_K
+from tests.engine.scripted_engine import HIDDEN_SIZE, LOGPROB, NUM_LAYERS, TOP_K
 from tests.server.conftest import Rig, serving
 from tests.support.waiting import meanwhile_until
 
@@ -177,6 +178,41 @@ def experts_of(answer: Any) -> list[int]:
     assert (experts == experts[:, :1]).all()
     positions: list[int] = experts[:, 0].tolist()
     return positions
+
+
+async def test_hidden_states_are_lists(
+    model_folder: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the prompt together, then that of each output token but the last."""
+    sampling = {"max_new_tokens": 3}
+    asked = {"return_hidden_states": True, "sampling_params": sampling}
+    async with serving(model_folder, tokenizer, enable_return_hidden_states=True) as rig:
+        whole, plain = await generate(
+            rig,
+            input_ids=[[70, 71, 72], [70]],
+            sampling_params=sampling,
+            return_hidden_states=[True, False],
+        )
+        *first, last = await generate(rig, input_ids=[70, 71, 72], stream=True, **asked)
+        monkeypatch.setattr(native, "_MOST_HIDDEN_NUMBERS", 11 * HIDDEN_SIZE)
+        fits = await generate(rig, input_ids=[[70, 71, 72], [70, 71]], **asked)
+        both = {"input_ids": [[70, 71, 72], [70, 71, 73]], **asked}
+        refusal = await rig.http.post("/generate", json=both)
+    vectors = [[float(position)] * HIDDEN_SIZE for position in range(5)]
+    for answer in (whole, last, fits[0]):
+        assert answer["meta_info"]["hidden_states"] == [vectors[:3], *vectors[3:]]
+    assert not any("hidden_states" in event["meta_info"] for event in [*first, plain])
+    error = refusal.json()["error"]
+    assert (refusal.status_code, error["param"]) == (400, "return_hidden_states")
+    assert f"12 tokens of prompts and outputs may have {12 * HIDDEN_SIZE}" in error["message"]
+
+
+async def test_servers_without_hidden_states_say_so(rig: Rig) -> None:
+    refusal = await rig.http.post(
+        "/generate", json={"input_ids": [70], "return_hidden_states": True}
+    )
+    assert refusal.status_code == 400
+    assert "--enable-return-hidden-states" in refusal.json()["error"]["message"]
 
 
 async def test_servers_without_experts_say_so(rig: Rig) -> None:

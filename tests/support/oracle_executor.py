@@ -5,6 +5,9 @@ checks that what it would read is what must be there. Its tokens depend on the p
 request's output must be the same for every schedule.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,6 +25,7 @@ from sgl_jax.core.step_plan import (
     StepHandle,
     StepPlan,
 )
+from sgl_jax.core.token_values import named_values
 from tests.support.host_oracle import HostOracle
 
 _MULTIPLIER = 6364136223846793005  # Knuth's MMIX linear congruential generator
@@ -47,6 +51,17 @@ def made_up_experts(hashes: NDArray[np.uint64]) -> NDArray[np.int16]:
     return (
         (hashes[:, None] >> bits & np.uint64(0x7FFF)).astype(np.int16).reshape(-1, *EXPERTS_SHAPE)
     )
+
+
+def made_up_hidden_states(hashes: NDArray[np.uint64]) -> NDArray[np.float32]:
+    """The hidden states of tokens, [n, HIDDEN_SIZE], that only the prefix determines."""
+    return np.array([made_up_hidden(state) for state in hashes.tolist()], np.float32)
+
+
+MADE_UP: dict[str, Callable[[NDArray[np.uint64]], NDArray[Any]]] = {
+    "routed_experts": made_up_experts,
+    "hidden_states": made_up_hidden_states,
+}
 
 
 class ContentError(AssertionError):
@@ -84,7 +99,7 @@ class OracleExecutor(FakeExecutor):
         self.bad_token: int | None = None
         self.rows_to_glitch: int | None = None
         self.num_non_finite = 0  # rows so far
-        self.weights = 0  # their version, which the experts also depend on
+        self.weights = 0  # their version, which the values of tokens also depend on
 
     def _pools(self, rank: int) -> list[NDArray[np.uint64]]:
         """The contents of the rank's pools, [pages, values]: views."""
@@ -117,11 +132,11 @@ class OracleExecutor(FakeExecutor):
             state = _extend(state, token)
         return made_up_hidden(state).tobytes()
 
-    def expected_experts(self, tokens: list[int], weights: int = 0) -> NDArray[np.int16]:
-        """The experts that any schedule must report for `tokens`, by weights of this version."""
+    def expected_values(self, name: str, tokens: list[int], weights: int = 0) -> NDArray[Any]:
+        """The values that any schedule must report for `tokens`, by weights of this version."""
         hashes = np.zeros(len(tokens), np.uint64)
         _hash_span(np.array(tokens, np.int32), hashes, 0, len(tokens))
-        return made_up_experts(hashes + np.uint64(weights))
+        return MADE_UP[name](hashes + np.uint64(weights))
 
     def holds_state(self, rank: int, slots: list[int], tokens: Int32Array) -> bool:
         """Whether one of the rank's slots has the state after `tokens`."""
@@ -177,9 +192,8 @@ class OracleExecutor(FakeExecutor):
             for all_values, values in zip(joined[:5], result[:5], strict=True):
                 if all_values is not None:
                     all_values[rows, step] = values[:, 0]
-            if joined.experts is not None:
-                assert result.experts is not None
-                joined.experts[rows, step] = result.experts
+            for name, values in joined.token_values.items():
+                values[rows, step] = result.token_values[name]
         is_bad = (joined.tokens == NON_FINITE).any(axis=1)
         joined.tokens[is_bad] = -1
         joined.tokens[is_bad, 0] = NON_FINITE
@@ -240,11 +254,11 @@ class OracleExecutor(FakeExecutor):
                 self._check_images(rank, row, start, end)
             state = int(hashes[row, end - 1])
             drafts = self._draft(state, num_drafts[i])
-            if result.experts is not None:
+            if result.token_values:
                 queries = np.concatenate([hashes[row, start:end], _hashes_after(state, drafts)])
-                result.experts[first_query : first_query + len(queries)] = made_up_experts(
-                    queries + np.uint64(self.weights)
-                )
+                for name, values in result.token_values.items():
+                    own = MADE_UP[name](queries + np.uint64(self.weights))
+                    values[first_query : first_query + len(queries)] = own
                 first_query += len(queries)
             is_bad = self._glitches() or self.bad_token in tokens[row, :end]
             paged = [n for n, group in enumerate(self.sizes.groups) if not group.is_recurrent]
@@ -291,9 +305,11 @@ class OracleExecutor(FakeExecutor):
         result = RankResult(np.full(shape, -1, np.int32))
         if plan.returns_hidden:
             result = result._replace(hidden=np.zeros((len(plan.rows), HIDDEN_SIZE), np.float32))
-        if plan.returns_experts:
-            lead = (plan.num_tokens,) if plan.num_steps is None else shape
-            result = result._replace(experts=np.full((*lead, *EXPERTS_SHAPE), -1, np.int16))
+        lead = (plan.num_tokens,) if plan.num_steps is None else shape
+        for name in named_values(plan.token_values):
+            one = MADE_UP[name](np.zeros(1, np.uint64))
+            empty = np.full((*lead, *one.shape[1:]), -1, one.dtype)
+            result = result._replace(token_values={**result.token_values, name: empty})
         if not plan.return_logprob:
             return result
         return result._replace(

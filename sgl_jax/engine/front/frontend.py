@@ -80,6 +80,7 @@ class Frontend:
             is_strict=args.strict_max_tokens,
             logprobs_mode=args.logprobs_mode,
             reports_experts=args.enable_return_routed_experts,
+            reports_hidden_states=args.enable_return_hidden_states,
         )
         self.metrics = RequestMetrics(args.model_name)
         self.tracer = tracer
@@ -92,6 +93,7 @@ class Frontend:
             args.max_queued_requests, self.facts.max_running_requests, args.share_part
         )
         self.weight_version = str(info.get("weight_version", args.weight_version))
+        self.num_weight_changes = 0
         self.num_tokens = 0  # of all outputs so far, including requests with disconnected clients
         self._sequence = itertools.count()
         self._end_error: type[EngineDeadError | ShuttingDownError] = EngineDeadError
@@ -150,7 +152,7 @@ class Frontend:
             sender=sender,
             streaming=streaming,
             kept_tokens=kept_tokens,
-            experts_shape=(self.facts.num_layers, self.facts.experts_per_token),
+            value_shapes=self.facts.value_shapes,
         )
         if self.tracer is not None:
             stream.on_end = self.tracer.begin()
@@ -326,6 +328,7 @@ class Frontend:
     def _note_weights(self, message: WeightsChanged) -> None:
         with self._lock:
             self.weight_version = message.version
+            self.num_weight_changes += 1
             for stream in self._streams.values():
                 stream.note_weights(message.version)
             for rid in message.kept_rids:

@@ -37,6 +37,7 @@ from sgl_jax.text.tokenizer import Tokenizer
 _MAX_NORMALIZER_SHRINK = 4
 # English has 4 to 5 characters per token on average, indented code up to 8.
 _MOST_CHARS_PER_TOKEN = 16
+_MOST_HIDDEN_NUMBERS = 1 << 28  # of a prompt: a message has at most 2 GiB
 _SHORT_PROMPT_CHARS = 65_536  # prompts up to this length may exceed that average
 
 
@@ -51,6 +52,7 @@ class EngineFacts(NamedTuple):
     page_size: int
     num_layers: int
     experts_per_token: int  # 0 in a dense model
+    hidden_size: int
     # Of images, see `EngineSizes`; 0: none are served.
     image_slots: int = 0
     max_images: int = 0
@@ -61,13 +63,19 @@ class EngineFacts(NamedTuple):
     def from_info(cls, info: Mapping[str, Any]) -> "EngineFacts":
         return cls(*(int(info[name]) for name in cls._fields))
 
+    @property
+    def value_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of a token's values, see `token_values.py`."""
+        experts = (self.num_layers, self.experts_per_token)
+        return {"routed_experts": experts, "hidden_states": (self.hidden_size,)}
+
 
 class RequestChecks:
     """Checks against the limits of one engine. Thread-safe.
 
     `is_strict` refuses an output limit that does not fit, instead of lowering it. `logprobs_mode`
     is that of requests without a mode; "auto": the usual mode of the request's API. If
-    `reports_experts`, steps report the experts of tokens.
+    `reports_experts`, steps report the experts of tokens, and likewise hidden states.
     """
 
     def __init__(
@@ -78,12 +86,14 @@ class RequestChecks:
         is_strict: bool,
         logprobs_mode: str = "auto",
         reports_experts: bool = False,
+        reports_hidden_states: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._facts = facts
         self._is_strict = is_strict
         self._logprobs_mode = logprobs_mode
         self._reports_experts = reports_experts
+        self._reports_hidden_states = reports_hidden_states
 
     @property
     def max_prompt_chars(self) -> int:
@@ -213,16 +223,29 @@ class RequestChecks:
         is_turn = request.session is not None
         longest = self._facts.max_request_tokens if is_turn else len(request.input_ids)
         check_between("logprob_start_len", request.logprob_start_len, -1, longest)
-        if request.return_routed_experts and not self._reports_experts:
-            reason = "the model has no experts"
-            if self._facts.experts_per_token:
-                reason = "it needs a server with --enable-return-routed-experts"
-            raise InvalidRequestError(f"return_routed_experts: {reason}", "return_routed_experts")
-        check_between("routed_experts_start_len", request.routed_experts_start_len, 0, longest)
+        self._check_token_values(request, longest)
         if request.dp_rank is not None:
             check_between("dp_rank", request.dp_rank, 0, self._facts.dp_size - 1)
         check_namespace(request.namespace)
         check_between("priority", request.priority, MIN_PRIORITY, MAX_PRIORITY)
+
+    def _check_token_values(self, request: GenerateRequest, longest: int) -> None:
+        """Check the requested values of tokens, of a prompt of at most `longest` tokens."""
+        needs, facts = "it needs a server with --enable-return", self._facts
+        if request.return_routed_experts and not self._reports_experts:
+            has_experts = facts.experts_per_token > 0
+            reason = f"{needs}-routed-experts" if has_experts else "the model has no experts"
+            raise InvalidRequestError(f"return_routed_experts: {reason}", "return_routed_experts")
+        check_between("routed_experts_start_len", request.routed_experts_start_len, 0, longest)
+        if request.return_hidden_states:
+            most = _MOST_HIDDEN_NUMBERS // facts.hidden_size
+            if not self._reports_hidden_states:
+                reason = f"{needs}-hidden-states"
+            elif longest <= most:
+                return
+            else:
+                reason = f"the prompt may have {most} tokens, and has up to {longest}"
+            raise InvalidRequestError(f"return_hidden_states: {reason}", "return_hidden_states")
 
     def _checked_sampling(
         self, sampling: SamplingParams, num_prompt_tokens: int, default_max_new_tokens: int | None

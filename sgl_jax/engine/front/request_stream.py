@@ -7,14 +7,16 @@ never use the network or asyncio.
 
 import threading
 import time
-from collections.abc import Callable, Sequence, Set
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sgl_jax.core.engine_messages import FinishReason, Mark, RequestOutput, TokenLogprobs
 from sgl_jax.core.messages import GenerateRequest
-from sgl_jax.core.step_plan import Int32Array
+from sgl_jax.core.step_plan import Float32Array, Int32Array
+from sgl_jax.core.token_values import TOKEN_VALUES
 from sgl_jax.text.detokenizer import make_detokenizer
 from sgl_jax.text.stop_strings import StopStringChecker
 from sgl_jax.text.tokenizer import Tokenizer
@@ -49,10 +51,10 @@ class RequestStream:
         sender: str,
         streaming: bool,
         kept_tokens: Set[int] = frozenset(),
-        experts_shape: tuple[int, int] = (0, 0),
+        value_shapes: Mapping[str, tuple[int, ...]] = {},
     ) -> None:
         """Create the stream; `kept_tokens` are special tokens never skipped in the text, and
-        `experts_shape` is that of a token's experts, [layers, top_k]."""
+        `value_shapes` are those of a token's values."""
         self.request = request
         self.client_rid = client_rid  # the client's rid; request.rid is unique
         self.sender = sender  # the caller that may abort it
@@ -65,8 +67,8 @@ class RequestStream:
         self._versions: list[tuple[int, str]] = []
         self.has_old_kv = False  # KV of earlier weights was kept for it
         self.hidden: bytes | None = None  # see `RequestOutput`
-        self._experts: list[bytes] = []  # of the outputs so far, see `RequestOutput`
-        self._experts_shape = experts_shape
+        self._values: dict[str, list[bytes]] = {}  # of the outputs so far, see `RequestOutput`
+        self._value_shapes = value_shapes
         self.dp_rank = 0
         self.finish: FinishReason | None = None
         self.error: Exception | None = None  # set instead of `finish` after a failure
@@ -126,10 +128,26 @@ class RequestStream:
         int32[tokens, layers, top_k]; None if they are not requested, or not computed."""
         if not self.request.return_routed_experts:
             return None
-        experts = np.frombuffer(b"".join(self._experts), "<i2").reshape(-1, *self._experts_shape)
         end = self.num_prompt_tokens + self.num_output_tokens - 1
-        count = max(end - self.request.routed_experts_start_len, 0)
-        return experts[:count].astype(np.int32) if len(experts) >= count else None
+        start = min(self.request.routed_experts_start_len, end)
+        experts = self._token_values("routed_experts", start, end)
+        return None if experts is None else experts.astype(np.int32)
+
+    @property
+    def hidden_states(self) -> Float32Array | None:
+        """Return the hidden states of all tokens of the prompt and of the output but the last,
+        float32[tokens, hidden_size]; None if they are not requested, or not computed."""
+        if not self.request.return_hidden_states:
+            return None
+        end = self.num_prompt_tokens + max(self.num_output_tokens - 1, 0)
+        return self._token_values("hidden_states", 0, end)
+
+    def _token_values(self, name: str, start: int, end: int) -> NDArray[Any] | None:
+        """Return the values of the tokens from `start` to `end`; None if not all are there."""
+        parts, first = self._values.get(name, ()), self.request.token_values_start
+        values = np.frombuffer(b"".join(parts), TOKEN_VALUES[name])
+        values = values.reshape(-1, *self._value_shapes[name])[max(start - first, 0) :]
+        return values[: end - start] if len(values) >= end - start else None
 
     def note_weights(self, version: str) -> None:
         """Note that all further tokens are from the weights `version`."""
@@ -151,8 +169,8 @@ class RequestStream:
         self.cached_tokens = output.cached_tokens
         self.dp_rank = output.dp_rank
         self.hidden = output.hidden or self.hidden
-        if output.experts is not None:
-            self._experts.append(output.experts)
+        for name, values in output.token_values.items():
+            self._values.setdefault(name, []).append(values)
         if output.prompt_tokens is not None:
             self.num_prompt_tokens = output.prompt_tokens
         self._logprobs += output.logprobs or ()

@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 _IDLE_POLL_S = 0.2
 _MOVING_POLL_S = 0.005  # used while prefixes are loaded or stored, or grammars are compiled
-_MAX_EXPERTS_BYTES = 64 << 20  # of several requests, in one message
+_MAX_VALUES_BYTES = 64 << 20  # of several requests, in one message
 _NOT_COMPILED = "structured output cannot be served: its programs could not be compiled: "
 _REBUILT = (
     "the engine found the records of its memory wrong and started afresh; "
@@ -76,6 +76,7 @@ class EngineCore:
         `progress` gets the phases of the start, and of long work afterwards.
         """
         self.args = args
+        self._has_values = args.reports_token_values  # of tokens, in outputs
         self._progress = progress or Progress()
         # First, so that a failure is reported before the model is loaded.
         kv_events = KVEventsConfig.read(args.kv_events_config)
@@ -217,8 +218,8 @@ class EngineCore:
                     batch: OutputBatch = self.scheduler.handle(events.TakeOutputs())
                     has_stamps = self._stamps.starts or self._stamps.marks
                     batch = self._stamps.add_to(batch) if has_stamps else batch
-                    has_experts = self.args.enable_return_routed_experts
-                    for part in batch.parts(_MAX_EXPERTS_BYTES) if has_experts else (batch,):
+                    parts = batch.parts(_MAX_VALUES_BYTES) if self._has_values else (batch,)
+                    for part in parts:
                         channel.send(part)
                 if self._failures.num_consecutive:
                     self._failures.check()  # after the replies to the last step's requests

@@ -60,6 +60,7 @@ async def update_weights_from_tensor(
     timeout_s = CALL_OF[UpdateWeightsFromTensor].timeout_s
     reply = await call_engine(refs, message, timeout_s, is_patient=True)
     if reply.ok:
+        refs.num_missing = reply.data.get("num_missing", 0)
         return json_response(reply.data)
     refs.frontend.check_alive()
     raise refused(reply, reply.message)
@@ -74,15 +75,27 @@ for _path in WEIGHT_PATHS[1:]:
     router.add_api_route(_path, refuse_group, methods=["POST"], responses=answers())
 
 
-async def note_update(request: Request) -> Response:
-    """Acknowledge that an update begins or ends.
-
-    Nothing waits for it: an update begins with its first tensor, and its weights are served once
-    they are complete and were validated.
-    """
-    del request
-    return json_response(WeightsUpdated(True, "weights are served once they are complete", 0))
+@router.post(UPDATE_PATHS[0], responses=answers(WeightsUpdated))
+async def begin_weight_update(request: Request) -> Response:
+    """Note that an update begins. Steps go on."""
+    refs = references_of(request)
+    refs.changes_at_begin, refs.num_missing = refs.frontend.num_weight_changes, 0
+    return json_response(WeightsUpdated(True, "an update has begun", 0))
 
 
-for _path in UPDATE_PATHS:
-    router.add_api_route(_path, note_update, methods=["POST"], responses=answers(WeightsUpdated))
+@router.post(UPDATE_PATHS[1], responses=answers(WeightsUpdated))
+async def end_weight_update(request: Request) -> Response:
+    """Confirm that new weights are served since `/begin_weight_update`, which they are as soon as
+    they are complete."""
+    refs = references_of(request)
+    begin = refs.changes_at_begin
+    if begin is None:
+        raise ApiError(400, "no update has begun: call /begin_weight_update", code="no_update")
+    if refs.num_missing or refs.frontend.num_weight_changes == begin:
+        missing = refs.num_missing or "all"
+        raise ApiError(
+            400, f"the new weights are not served: {missing} tensors are missing", code="no_update"
+        )
+    refs.changes_at_begin = None
+    version = refs.frontend.weight_version
+    return json_response(WeightsUpdated(True, f"serving the weights {version!r}", 0))

@@ -45,7 +45,9 @@ NativeLogprob = tuple[float | None, int, str | None]  # log-probability, token i
 class MetaInfo(Struct, frozen=True):
     """Facts of an answer in addition to its text. At the end, `e2e_latency` is in seconds,
     `weight_versions` has the first token of each version of the weights, `has_old_kv` is true if KV
-    of earlier weights was kept, and `routed_experts` is base64 of int32 [tokens, layers, top_k]."""
+    of earlier weights was kept, and `routed_experts` is base64 of int32 [tokens, layers, top_k].
+    `hidden_states` has a list of the prompt's vectors, then the vector of each output token but
+    the last."""
 
     id: str
     prompt_tokens: int
@@ -58,6 +60,7 @@ class MetaInfo(Struct, frozen=True):
     weight_versions: list[tuple[int, str]] | UnsetType = UNSET
     has_old_kv: bool | UnsetType = UNSET
     routed_experts: str | UnsetType = UNSET
+    hidden_states: list[Any] | UnsetType = UNSET
     output_token_logprobs: list[NativeLogprob] | UnsetType = UNSET
     output_top_logprobs: list[list[NativeLogprob] | None] | UnsetType = UNSET
     output_token_ids_logprobs: list[list[NativeLogprob] | None] | UnsetType = UNSET
@@ -112,6 +115,11 @@ class GenerateBody(RequestFields):
     )
     routed_experts_start_len: _StartPosition | ForEach[_StartPosition] | None = Field(
         default=None, description="first position whose experts are returned; default: 0"
+    )
+    return_hidden_states: bool | ForEach[bool] | None = Field(
+        default=None,
+        description="with --enable-return-hidden-states: each token's last hidden "
+        "state, after the final norm",
     )
     return_meta_info: bool | None = Field(default=None, description="without effect: always there")
     stream_output: bool | None = Field(
@@ -181,16 +189,16 @@ class GenerateBody(RequestFields):
 
     def options_of(self, num_prompts: int) -> list[dict[str, Any]]:
         """Return each prompt's options, including the requested log-probabilities and
-        experts."""
+        values of tokens."""
         given: Any = self.token_ids_logprob or []
         ids = given if given and isinstance(given[0], list) else [given] * num_prompts
         prompts_too = not self.return_output_logprob_only
         all_options = super().options_of(num_prompts)
         names = ["return_logprob", "logprob_start_len", "top_logprobs_num"]
-        names += ["return_routed_experts", "routed_experts_start_len"]
+        names += ["return_routed_experts", "routed_experts_start_len", "return_hidden_states"]
         columns = [for_each(name, getattr(self, name), num_prompts) for name in names]
         columns.append(for_each("token_ids_logprob", ids, num_prompts))
-        for options, is_scored, start, top, is_routed, first, own_ids in zip(
+        for options, is_scored, start, top, is_routed, first, has_hidden, own_ids in zip(
             all_options, *columns, strict=True
         ):
             if is_scored:
@@ -201,6 +209,7 @@ class GenerateBody(RequestFields):
             if is_routed:
                 options["return_routed_experts"] = True
                 options["routed_experts_start_len"] = first or 0
+            options["return_hidden_states"] = bool(has_hidden)
         return all_options
 
 
@@ -227,6 +236,7 @@ class Generated(Struct, frozen=True):
 
 
 _DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's default
+_MOST_HIDDEN_NUMBERS = 1 << 22  # of an answer; writing them blocks the server for half a second
 _SAMPLING_NAMES = {name: f"sampling_params.{name}" for name in NativeSampling.model_fields}
 router = APIRouter(tags=["native"], route_class=JsonRoute)
 
@@ -254,6 +264,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
         default_max_new_tokens=_DEFAULT_MAX_NEW_TOKENS,
         usual_logprobs_mode="scaled",
     )
+    _check_hidden_states(requests, references_of(request).frontend.facts.hidden_size)
     answer_format = NativeFormat(references_of(request), body)
     group = StreamGroup(request, requests, streaming=body.stream, names=names)
     return await respond(group, answer_format)
@@ -270,6 +281,30 @@ async def abort_request(body: AbortBody, request: Request) -> Response:
     caller = caller_of(request)
     sender = None if caller.is_admin else caller.name
     return json_response({"aborted": references_of(request).frontend.abort(body.rid, sender)})
+
+
+def _check_hidden_states(requests: Sequence[GenerateRequest], hidden_size: int) -> None:
+    """Raise `InvalidRequestError` if the hidden states of all `requests` may be too long."""
+    num_tokens = 0
+    for each in requests:
+        if each.return_hidden_states:
+            assert each.sampling.max_new_tokens is not None
+            num_tokens += len(each.input_ids) + each.sampling.max_new_tokens
+    if num_tokens * hidden_size > _MOST_HIDDEN_NUMBERS:
+        raise InvalidRequestError(
+            f"return_hidden_states: an answer has at most {_MOST_HIDDEN_NUMBERS} numbers, and "
+            f"{num_tokens} tokens of prompts and outputs may have {num_tokens * hidden_size}: "
+            "send fewer or shorter prompts, or lower max_new_tokens",
+            "return_hidden_states",
+        )
+
+
+def _hidden_states(stream: RequestStream) -> list[Any] | UnsetType:
+    states = stream.hidden_states
+    if states is None:
+        return UNSET
+    count = stream.num_prompt_tokens
+    return [states[:count].tolist(), *states[count:].tolist()]
 
 
 class NativeFormat(AnswerFormat):
@@ -376,6 +411,7 @@ def describe(stream: RequestStream, chunk: Chunk, **logprobs: Any) -> MetaInfo:
         weight_versions=UNSET if finish is None else stream.weight_versions,
         has_old_kv=True if finish is not None and stream.has_old_kv else UNSET,
         routed_experts=UNSET if experts is None else base64.b64encode(experts.tobytes()).decode(),
+        hidden_states=UNSET if finish is None else _hidden_states(stream),
         **logprobs,
     )
 

@@ -4,6 +4,7 @@ import asyncio
 import time
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -425,11 +426,25 @@ async def test_tensors_come_in_a_body_and_their_settings_in_the_url(rig: Rig) ->
         assert why in answer.text
 
 
-async def test_the_begin_and_the_end_of_an_update_are_acknowledged(rig: Rig) -> None:
+async def test_an_update_ends_well_only_if_its_weights_are_served(rig: Rig) -> None:
     num_seen = len(rig.engine.seen)
-    for path in ("/begin_weight_update", "/end_weight_update"):
-        assert (await rig.http.post(path, json={})).json()["success"]
+
+    async def end() -> Any:
+        return (await rig.http.post("/end_weight_update", json={})).json()
+
+    assert "no update has begun" in (await end())["error"]["message"]
+    assert (await rig.http.post("/begin_weight_update", json={})).json()["success"]
+    assert "all tensors are missing" in (await end())["error"]["message"]
     assert len(rig.engine.seen) == num_seen  # steps go on meanwhile
+    rig.engine.num_missing = 3
+    await rig.http.post("/update_weights_from_tensor", content=b"tensors")
+    assert "3 tensors are missing" in (await end())["error"]["message"]
+    rig.engine.num_missing = 0
+    await rig.http.post("/update_weights_from_tensor", content=b"tensors")
+    assert "all tensors are missing" in (await end())["error"]["message"]
+    rig.front.handle(WeightsChanged(version="8", kept_rids=[]))
+    assert (await end())["message"] == "serving the weights '8'"
+    assert "no update has begun" in (await end())["error"]["message"]
 
 
 async def test_settings_that_were_changed_are_told(rig: Rig) -> None:

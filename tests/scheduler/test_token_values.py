@@ -1,4 +1,4 @@
-"""Requests that report the experts of their tokens, next to others."""
+"""Requests that report values of their tokens, next to others."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.scheduler.events import NewWeights
 from tests.scheduler.driver import Driver, forced_retract, generate, make_sizes
-from tests.support.oracle_executor import EXPERTS_SHAPE, OracleExecutor
+from tests.support.oracle_executor import OracleExecutor
 
 LONG = [7 + i % 30 for i in range(21)]
 
@@ -18,12 +18,12 @@ def routed(rid: str, prompt: list[int], max_new_tokens: int, **kwargs: Any) -> G
     return generate(rid, prompt, max_new_tokens, return_routed_experts=True, **kwargs)
 
 
-def check_experts(driver: Driver, rid: str, start: int = 0) -> None:
-    """All tokens from `start` to the last but one have the experts of their prefix."""
+def check_values(driver: Driver, rid: str, start: int = 0, name: str = "routed_experts") -> None:
+    """All tokens from `start` to the last but one have the values of their prefix."""
     driver.check_tokens(rid)
     tokens = driver.prompts[rid] + driver.tokens[rid]
-    experts = np.frombuffer(driver.experts[rid], "<i2").reshape(-1, *EXPERTS_SHAPE)
-    np.testing.assert_array_equal(experts, driver.oracle.expected_experts(tokens[:-1])[start:])
+    expected = driver.oracle.expected_values(name, tokens[:-1])[start:]
+    assert driver.values[rid, name] == expected.tobytes()
 
 
 @pytest.mark.parametrize("interval", [0, 3], ids=["", "retracts"])
@@ -43,16 +43,23 @@ def test_each_token_has_its_own_experts(interval: int, num_ahead: int, has_draft
     for rid, start in starts.items():
         driver.submit(routed(rid, LONG, 9, routed_experts_start_len=start))
     driver.submit(routed("scored", LONG, 5, return_logprob=True, logprob_start_len=3))
+    driver.submit(generate("hidden", LONG, 7, return_hidden_states=True))
+    both = {"return_hidden_states": True, "routed_experts_start_len": 4}
+    driver.submit(routed("both", LONG, 3, **both))
     driver.run()
-    for rid in (*prompts, *starts, "scored"):
-        check_experts(driver, rid, starts.get(rid, 0))
+    for rid in (*prompts, *starts, "scored", "both"):
+        check_values(driver, rid, starts.get(rid, 0))
+    for rid in ("hidden", "both"):
+        check_values(driver, rid, name="hidden_states")
+        assert driver.cached[rid] == 0
     assert driver.cached["cached"] == 0
     assert driver.cached["middle"] == 8, "whole pages before the first position"
     assert driver.cached["end"] == 20
-    assert "plain" not in driver.experts or not driver.experts["plain"]
+    named = {"hidden": 1, "both": 2, "plain": 0}
+    assert {rid: [own for own, _ in driver.values].count(rid) for rid in named} == named
     driver.check_tokens("plain")
     driver.check_replay()
-    reports = [any(rank.returns_experts for rank in plan.ranks) for plan in driver.plans]
+    reports = [any(rank.token_values for rank in plan.ranks) for plan in driver.plans]
     assert any(reports)
 
 
@@ -64,7 +71,7 @@ def test_no_prefix_is_taken_that_lacks_experts_after_a_retract() -> None:
     driver.retract("cut")
     driver.submit(generate("same", LONG, 3))
     driver.run()
-    check_experts(driver, "cut")
+    check_values(driver, "cut")
 
 
 @pytest.mark.parametrize("num_steps", [2, 5])
@@ -88,9 +95,9 @@ def test_new_weights_leave_the_experts_of_an_output(num_steps: int, keeps_runnin
     for rid, num_outputs in num_known.items():
         tokens = driver.prompts[rid] + driver.tokens[rid]
         first = len(driver.prompts[rid]) + num_outputs - 1 if num_outputs else 0
-        before = driver.oracle.expected_experts(tokens[:first])
-        after = driver.oracle.expected_experts(tokens[:-1], weights=1)[first:]
-        assert driver.experts[rid] == np.concatenate([before, after]).tobytes()
+        before = driver.oracle.expected_values("routed_experts", tokens[:first])
+        after = driver.oracle.expected_values("routed_experts", tokens[:-1], weights=1)[first:]
+        assert driver.values[rid, "routed_experts"] == np.concatenate([before, after]).tobytes()
     assert (num_known["a"] > 0) == (num_steps > 2)
 
 
@@ -102,8 +109,8 @@ def test_a_failed_row_reports_no_experts() -> None:
     driver.submit(routed("good", [3, 4, 5], 4))
     driver.run()
     assert driver.finish["bad"].status_code == 500
-    assert not driver.experts["bad"]
-    check_experts(driver, "good")
+    assert not driver.values["bad", "routed_experts"]
+    check_values(driver, "good")
 
 
 def test_a_start_behind_the_prompt_is_refused() -> None:
