@@ -22,10 +22,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from make_golden import HYBRID, SHARED_EXPERT, randomise
+from make_golden import GEMMA4, HYBRID, SHARED_EXPERT, randomise
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
     PretrainedConfig,
     PreTrainedModel,
     Qwen3VLConfig,
@@ -117,6 +119,21 @@ SIGLIP = {
     "image_size": 6 * PATCH,
     "vision_use_head": False,
 }
+GEMMA4_TEXT = GEMMA4 | {
+    **{name: TEXT[name] for name in ("vocab_size", "eos_token_id", "bos_token_id")},
+    "max_position_embeddings": 512,
+}
+GEMMA4_TOWER = {
+    "num_hidden_layers": 3,
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "patch_size": PATCH,
+    "pooling_kernel_size": 3,
+    "position_embedding_size": 20,
+}
 GEMMA_TOKENS = {"image_token_id": IMAGE, "boi_token_id": START, "eoi_token_id": END}
 MODELS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig]] = {
     "qwen3_vl": (
@@ -159,6 +176,44 @@ MODELS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig]] = {
             **GEMMA_TOKENS,
         ),
     ),
+    # Embeddings by layer, shared caches; an image's tokens see no later ones.
+    "gemma4": (
+        Gemma4ForConditionalGeneration,
+        Gemma4Config(
+            text_config=GEMMA4_TEXT
+            | {
+                "num_hidden_layers": 5,
+                "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+                "num_kv_shared_layers": 2,
+                "use_double_wide_mlp": True,
+                "hidden_size_per_layer_input": 6,
+                "vocab_size_per_layer_input": 250,
+                "pad_token_id": 7,
+            },
+            vision_config=GEMMA4_TOWER | {"use_clipped_linears": True},
+            **GEMMA_TOKENS,
+        ),
+    ),
+    "gemma4_moe": (
+        Gemma4ForConditionalGeneration,
+        Gemma4Config(
+            text_config=GEMMA4_TEXT
+            | {
+                "num_hidden_layers": 4,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+                "num_global_key_value_heads": 1,
+                "attention_k_eq_v": True,
+                "use_bidirectional_attention": "vision",
+                "hidden_size_per_layer_input": 0,
+                "enable_moe_block": True,
+                "num_experts": 5,
+                "top_k_experts": 2,
+                "moe_intermediate_size": 12,
+            },
+            vision_config=GEMMA4_TOWER | {"standardize": True},
+            **GEMMA_TOKENS,
+        ),
+    ),
 }
 PREPROCESSOR = {
     "size": {"shortest_edge": 64, "longest_edge": 65536},
@@ -178,6 +233,17 @@ GEMMA3_IMAGES = {
     "image_std": [0.5, 0.25, 0.3],
     "image_processor_type": "Gemma3ImageProcessor",
     "do_pan_and_scan": None,
+}
+
+
+GEMMA4_IMAGES = {
+    "max_soft_tokens": 12,
+    "patch_size": PATCH,
+    "pooling_kernel_size": 3,
+    "do_normalize": False,
+    "image_mean": [0.0, 0.0, 0.0],
+    "image_std": [1.0, 1.0, 1.0],
+    "image_processor_type": "Gemma4ImageProcessor",
 }
 
 
@@ -215,6 +281,20 @@ def gemma3_arguments(images: list[np.ndarray]) -> dict[str, torch.Tensor]:
     return {"pixel_values": torch.stack([normalized(each, GEMMA3_IMAGES) for each in images])}
 
 
+def gemma4_arguments(images: list[np.ndarray]) -> dict[str, torch.Tensor]:
+    most = GEMMA4_IMAGES["max_soft_tokens"] * 9
+    patches = torch.zeros(len(images), most, 3 * PATCH**2)
+    places = torch.full((len(images), most, 2), -1)
+    for number, pixels in enumerate(images):
+        rows, columns = (n // PATCH for n in pixels.shape[:2])
+        cut = torch.tensor(pixels / 255, dtype=torch.float32)
+        cut = cut.reshape(rows, PATCH, columns, PATCH, 3).permute(0, 2, 1, 3, 4)
+        patches[number, : rows * columns] = cut.reshape(rows * columns, -1)
+        row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+        places[number, : rows * columns] = torch.stack([column, row], -1).reshape(-1, 2)
+    return {"pixel_values": patches, "image_position_ids": places}
+
+
 def gemma_vectors(model: PreTrainedModel, given: dict[str, torch.Tensor]) -> torch.Tensor:
     made = model.model.get_image_features(**given, return_dict=True).pooler_output
     return made[0] if isinstance(made, list | tuple) else made.reshape(-1, made.shape[-1])
@@ -232,7 +312,17 @@ class Family(NamedTuple):
 
 
 QWEN = Family(PREPROCESSOR, qwen_arguments, qwen_vectors)
+# Sides that the processor leaves as they are.
+GEMMA4_FAMILY = Family(
+    GEMMA4_IMAGES,
+    gemma4_arguments,
+    gemma_vectors,
+    merge=3,
+    images=((6, 18), (12, 9), (9, 9)),
+)
 FAMILIES = {
+    "gemma4": GEMMA4_FAMILY,
+    "gemma4_moe": GEMMA4_FAMILY,
     "gemma3": Family(
         GEMMA3_IMAGES, gemma3_arguments, gemma_vectors, "token_type_ids", 2, ((6, 6),) * 3
     ),
@@ -258,6 +348,10 @@ def make(folder: Path, kind: type[PreTrainedModel], config: PretrainedConfig, se
     torch.manual_seed(seed)
     model = kind(config).eval().float()
     randomise(model)
+    for name, buffer in model.named_buffers():
+        if name.endswith(("put_min", "put_max", "std_bias", "std_scale")):
+            sign = -1 if name.endswith("min") else 1
+            buffer.copy_(sign * torch.empty_like(buffer).uniform_(0.5, 1.5))
     model.save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)
     (folder / "preprocessor_config.json").write_text(

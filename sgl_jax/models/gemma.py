@@ -18,6 +18,7 @@ from sgl_jax.layers.sources import Padded, Tensor
 from sgl_jax.models.config import LayerSpec, ModelConfig
 from sgl_jax.models.decoder import Architecture, BuildOptions
 from sgl_jax.models.decoder_layer import DecoderLayer
+from sgl_jax.models.gemma4_tower import Gemma4Tower
 from sgl_jax.models.gemma_tower import Gemma3Tower
 from sgl_jax.models.llama import attention, gated_mlp, norm
 from sgl_jax.models.projections import linear
@@ -130,9 +131,11 @@ GEMMA4_TEXT = Architecture(
     declare_per_layer_embedding=per_layer_embedding,
     unused_in_sharing_layers=_UNUSED,
 )
-# The multimodal model: its tensors of images and sounds are not read.
+# The multimodal model: its tensors of images are read only if images are served, and those of
+# sounds are not.
 GEMMA4 = GEMMA4_TEXT._replace(
     body="model.language_model.",
+    declare_tower=Gemma4Tower,
     spare_prefixes=(
         "model.vision_tower.",
         "model.embed_vision.",

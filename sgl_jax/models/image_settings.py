@@ -36,6 +36,12 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
     "rescale_factor": (1 / 255,),
     "temporal_patch_size": (2,),
 }
+_GEMMA4_FIXED: Mapping[str, tuple[Any, ...]] = {
+    **_FIXED,
+    "do_normalize": (False, True),  # by nothing
+    "image_mean": ([0.0, 0.0, 0.0],),
+    "image_std": ([1.0, 1.0, 1.0],),
+}
 _GEMMA3_FIXED: Mapping[str, tuple[Any, ...]] = {
     **_FIXED,
     "do_pan_and_scan": (False,),
@@ -54,7 +60,8 @@ def read_image_settings(model_path: str | Path) -> ImageSettings | None:
         return None
     folder, config = config_file.parent, read_json(config_file)
     vision = object_field(config, "vision_config")
-    read = _READERS.get(architecture_name(config), _qwen_settings) if vision else _qwen_settings
+    name = architecture_name(config) if "architectures" in config else ""
+    read = _READERS.get(name, _qwen_settings)
     is_qwen = "image_token_id" in config and "vision_start_token_id" in config
     if not vision or (read is _qwen_settings and not is_qwen):
         return None
@@ -146,9 +153,41 @@ def _gemma3_settings(
     )
 
 
+def _gemma4_settings(
+    config: Mapping[str, Any], vision: Mapping[str, Any], raw: Mapping[str, Any]
+) -> ImageSettings:
+    _check_fixed(raw, _GEMMA4_FIXED)
+    patch = positive_int(vision, "patch_size", 16)
+    merge = positive_int(vision, "pooling_kernel_size", 3)
+    for name, own in (("patch_size", patch), ("pooling_kernel_size", merge)):
+        if positive_int(raw, name, own) != own:
+            raise ModelConfigError(
+                f"{name} is {raw[name]}, but vision_config of {CONFIG_FILE} has {own}"
+            )
+    usual = positive_int(config, "vision_soft_tokens_per_image", 280)
+    image, begin, end = (
+        _token_id(config, f"{name}_token_id", default=default)
+        for name, default in (("image", 258880), ("boi", 255999), ("eoi", 258882))
+    )
+    return ImageSettings(
+        patch_size=patch,
+        merge_size=merge,
+        min_pixels=(patch * merge) ** 2,
+        max_pixels=(patch * merge) ** 2 * positive_int(raw, "max_soft_tokens", usual),
+        mean=_HALF,  # the model maps pixels from [0, 1] to [-1, 1]
+        std=_HALF,
+        image_token_id=image,
+        fit="budget",
+        expansion=(begin, image, end),
+    )
+
+
 _Reader = Callable[[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]], ImageSettings]
 _READERS: Mapping[str, _Reader] = MappingProxyType(
-    {"Gemma3ForConditionalGeneration": _gemma3_settings}
+    {
+        "Gemma3ForConditionalGeneration": _gemma3_settings,
+        "Gemma4ForConditionalGeneration": _gemma4_settings,
+    }
 )
 
 

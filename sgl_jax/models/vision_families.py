@@ -8,7 +8,7 @@ from typing import Any
 from sgl_jax.core.image_input import ImageSettings
 from sgl_jax.models.config_defaults import architecture_name
 from sgl_jax.models.config_fields import CONFIG_FILE, ModelConfigError, read_json
-from sgl_jax.models.gemma_vision_config import read_gemma3_vision
+from sgl_jax.models.gemma_vision_config import read_gemma3_vision, read_gemma4_vision
 from sgl_jax.models.image_settings import read_image_settings
 from sgl_jax.models.vision_config import VisionConfig, read_qwen3_vl_vision
 
@@ -16,6 +16,7 @@ _Reader = Callable[[Mapping[str, Any], ImageSettings, int], VisionConfig]
 _READERS: Mapping[str, _Reader] = MappingProxyType(
     {
         "Gemma3ForConditionalGeneration": read_gemma3_vision,
+        "Gemma4ForConditionalGeneration": read_gemma4_vision,
     }
 )
 

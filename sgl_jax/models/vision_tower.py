@@ -47,16 +47,19 @@ class VisionTower(nnx.Module):
         """
         raise NotImplementedError
 
-    def embedded(self, patches: jax.Array, kernel: jax.Array) -> jax.Array:
-        """Return the normalised patches times `kernel`, [hidden_size, 3, side, side]."""
-        images, dtype = self.config.images, kernel.dtype
+    def normalised(self, patches: jax.Array) -> jax.Array:
+        """Return the values of patches, float32 [N, patch_values]."""
+        images = self.config.images
         mean, std = (
             np.tile(np.array(values, np.float32), images.patch_size**2)
             for values in (images.mean, images.std)
         )
-        values = (patches.astype(jnp.float32) / 255 - mean) / std
+        return (patches.astype(jnp.float32) / 255 - mean) / std
+
+    def embedded(self, patches: jax.Array, kernel: jax.Array) -> jax.Array:
+        """Return the normalised patches times `kernel`, [hidden_size, 3, side, side]."""
         flat = kernel.transpose(2, 3, 1, 0).reshape(-1, self.config.hidden_size)
-        return matmul(values.astype(dtype), flat)
+        return matmul(self.normalised(patches).astype(kernel.dtype), flat)
 
 
 def linear(name: str, num_inputs: int, num_outputs: int, dtype: DTypeLike) -> Linear:

@@ -13,7 +13,7 @@ from sgl_jax.engine.offline import Engine
 from sgl_jax.engine.offline_results import Generation, GenerationError
 from tests.models.golden_server import GOLDEN, TOLERANCE
 
-FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3")
+FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "gemma4_moe")
 IMAGE_TOKEN = 240
 VARIANTS: dict[str, dict[str, Any]] = {
     "chunks": {"test_retract": True, "test_retract_interval": 3},
@@ -31,7 +31,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "small table": {"image_cache_size": 45 * 4 * 32 * 3 / 1e9},
 }
 OF_EACH_FAMILY = ("chunks", "two chips", "two ranks")
-IN_ALL_WAYS = ("qwen3_vl", "gemma3")
+IN_ALL_WAYS = ("qwen3_vl", "gemma3", "gemma4_moe")
 IN_SHORT_RUNS = (("qwen3_vl", "chunks"), ("gemma3", "chunks"))
 
 
