@@ -86,7 +86,7 @@ def fitted_size(
     if max_area is not None:
         most = max(least, min(most, max_area))
     if settings.fit == "square":
-        return math.isqrt(most), math.isqrt(most)
+        return math.isqrt(settings.max_pixels), math.isqrt(settings.max_pixels)
     if settings.fit == "budget":
         return _within_budget(height, width, most, unit)
     if max(sides) > _MAX_RATIO * min(sides):
