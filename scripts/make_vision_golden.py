@@ -16,12 +16,18 @@ and for each chat of `CHATS`
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from make_golden import HYBRID, SHARED_EXPERT, randomise
+from make_golden import GEMMA4, HYBRID, SHARED_EXPERT, randomise
 from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
     PretrainedConfig,
     PreTrainedModel,
     Qwen3VLConfig,
@@ -94,6 +100,41 @@ HYBRID_TEXT = HYBRID | {
     },
 }
 DEEP = {"deepstack_visual_indexes": [0, 2]}
+GEMMA3 = TEXT | {
+    "num_hidden_layers": 4,
+    "sliding_window": 6,  # less than an image
+    "sliding_window_pattern": 3,
+    "query_pre_attn_scalar": 20,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}
+SIGLIP = {
+    "num_hidden_layers": 3,
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_attention_heads": 2,
+    "patch_size": PATCH,
+    "image_size": 6 * PATCH,
+    "vision_use_head": False,
+}
+GEMMA4_TEXT = GEMMA4 | {
+    **{name: TEXT[name] for name in ("vocab_size", "eos_token_id", "bos_token_id")},
+    "max_position_embeddings": 512,
+}
+GEMMA4_TOWER = {
+    "num_hidden_layers": 3,
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "patch_size": PATCH,
+    "pooling_kernel_size": 3,
+    "position_embedding_size": 20,
+}
+GEMMA_TOKENS = {"image_token_id": IMAGE, "boi_token_id": START, "eoi_token_id": END}
 MODELS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig]] = {
     "qwen3_vl": (
         Qwen3VLForConditionalGeneration,
@@ -125,6 +166,54 @@ MODELS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig]] = {
             **TOKENS,
         ),
     ),
+    "gemma3": (
+        Gemma3ForConditionalGeneration,
+        Gemma3Config(
+            text_config=dict(GEMMA3),
+            vision_config=SIGLIP,
+            mm_tokens_per_image=9,
+            tie_word_embeddings=True,
+            **GEMMA_TOKENS,
+        ),
+    ),
+    # Embeddings by layer, shared caches; an image's tokens see no later ones.
+    "gemma4": (
+        Gemma4ForConditionalGeneration,
+        Gemma4Config(
+            text_config=GEMMA4_TEXT
+            | {
+                "num_hidden_layers": 5,
+                "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+                "num_kv_shared_layers": 2,
+                "use_double_wide_mlp": True,
+                "hidden_size_per_layer_input": 6,
+                "vocab_size_per_layer_input": 250,
+                "pad_token_id": 7,
+            },
+            vision_config=GEMMA4_TOWER | {"use_clipped_linears": True},
+            **GEMMA_TOKENS,
+        ),
+    ),
+    "gemma4_moe": (
+        Gemma4ForConditionalGeneration,
+        Gemma4Config(
+            text_config=GEMMA4_TEXT
+            | {
+                "num_hidden_layers": 4,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+                "num_global_key_value_heads": 1,
+                "attention_k_eq_v": True,
+                "use_bidirectional_attention": "vision",
+                "hidden_size_per_layer_input": 0,
+                "enable_moe_block": True,
+                "num_experts": 5,
+                "top_k_experts": 2,
+                "moe_intermediate_size": 12,
+            },
+            vision_config=GEMMA4_TOWER | {"standardize": True},
+            **GEMMA_TOKENS,
+        ),
+    ),
 }
 PREPROCESSOR = {
     "size": {"shortest_edge": 64, "longest_edge": 65536},
@@ -137,10 +226,36 @@ PREPROCESSOR = {
 }
 
 
+GEMMA3_IMAGES = {
+    "size": {"height": 6 * PATCH, "width": 6 * PATCH},
+    "resample": 2,
+    "image_mean": [0.5, 0.4, 0.6],
+    "image_std": [0.5, 0.25, 0.3],
+    "image_processor_type": "Gemma3ImageProcessor",
+    "do_pan_and_scan": None,
+}
+
+
+GEMMA4_IMAGES = {
+    "max_soft_tokens": 12,
+    "patch_size": PATCH,
+    "pooling_kernel_size": 3,
+    "do_normalize": False,
+    "image_mean": [0.0, 0.0, 0.0],
+    "image_std": [1.0, 1.0, 1.0],
+    "image_processor_type": "Gemma4ImageProcessor",
+}
+
+
+def normalized(pixels: np.ndarray, preprocessor: dict[str, Any]) -> torch.Tensor:
+    """Return pixels [h, w, 3] as the processor does, [3, h, w]."""
+    mean, std = (np.array(preprocessor[f"image_{name}"]) for name in ("mean", "std"))
+    return torch.tensor((pixels / 255 - mean) / std, dtype=torch.float32).permute(2, 0, 1)
+
+
 def patches_of(pixels: np.ndarray) -> torch.Tensor:
     """Return the normalized patches [N, 3 * 2 * PATCH * PATCH] in the order of tokens."""
-    mean, std = (np.array(PREPROCESSOR[f"image_{name}"]) for name in ("mean", "std"))
-    values = torch.tensor((pixels / 255 - mean) / std, dtype=torch.float32).permute(2, 0, 1)
+    values = normalized(pixels, PREPROCESSOR)
     side, (rows, columns) = PATCH * MERGE, (n // (PATCH * MERGE) for n in pixels.shape[:2])
     assert (rows * side, columns * side) == pixels.shape[:2]
     cut = values.reshape(3, rows, MERGE, PATCH, columns, MERGE, PATCH)
@@ -149,7 +264,7 @@ def patches_of(pixels: np.ndarray) -> torch.Tensor:
     return frames.reshape(len(frames), -1)
 
 
-def image_arguments(images: list[np.ndarray]) -> dict[str, torch.Tensor]:
+def qwen_arguments(images: list[np.ndarray]) -> dict[str, torch.Tensor]:
     grids = [[1, h // PATCH, w // PATCH] for h, w, _ in (pixels.shape for pixels in images)]
     return {
         "pixel_values": torch.cat([patches_of(pixels) for pixels in images]),
@@ -157,14 +272,71 @@ def image_arguments(images: list[np.ndarray]) -> dict[str, torch.Tensor]:
     }
 
 
+def qwen_vectors(model: PreTrainedModel, given: dict[str, torch.Tensor]) -> torch.Tensor:
+    made = model.model.visual(given["pixel_values"], grid_thw=given["image_grid_thw"])
+    return torch.cat([made.pooler_output, *(getattr(made, "deepstack_features", None) or [])], -1)
+
+
+def gemma3_arguments(images: list[np.ndarray]) -> dict[str, torch.Tensor]:
+    return {"pixel_values": torch.stack([normalized(each, GEMMA3_IMAGES) for each in images])}
+
+
+def gemma4_arguments(images: list[np.ndarray]) -> dict[str, torch.Tensor]:
+    most = GEMMA4_IMAGES["max_soft_tokens"] * 9
+    patches = torch.zeros(len(images), most, 3 * PATCH**2)
+    places = torch.full((len(images), most, 2), -1)
+    for number, pixels in enumerate(images):
+        rows, columns = (n // PATCH for n in pixels.shape[:2])
+        cut = torch.tensor(pixels / 255, dtype=torch.float32)
+        cut = cut.reshape(rows, PATCH, columns, PATCH, 3).permute(0, 2, 1, 3, 4)
+        patches[number, : rows * columns] = cut.reshape(rows * columns, -1)
+        row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+        places[number, : rows * columns] = torch.stack([column, row], -1).reshape(-1, 2)
+    return {"pixel_values": patches, "image_position_ids": places}
+
+
+def gemma_vectors(model: PreTrainedModel, given: dict[str, torch.Tensor]) -> torch.Tensor:
+    made = model.model.get_image_features(**given, return_dict=True).pooler_output
+    return made[0] if isinstance(made, list | tuple) else made.reshape(-1, made.shape[-1])
+
+
+class Family(NamedTuple):
+    """How a family's images are processed."""
+
+    preprocessor: dict[str, Any]
+    arguments: Callable[[list[np.ndarray]], dict[str, torch.Tensor]]
+    vectors: Callable[[PreTrainedModel, dict[str, torch.Tensor]], torch.Tensor]
+    types: str = "mm_token_type_ids"
+    merge: int = MERGE
+    images: tuple[tuple[int, int], ...] = IMAGES
+
+
+QWEN = Family(PREPROCESSOR, qwen_arguments, qwen_vectors)
+# Sides that the processor leaves as they are.
+GEMMA4_FAMILY = Family(
+    GEMMA4_IMAGES,
+    gemma4_arguments,
+    gemma_vectors,
+    merge=3,
+    images=((6, 18), (12, 9), (9, 9)),
+)
+FAMILIES = {
+    "gemma4": GEMMA4_FAMILY,
+    "gemma4_moe": GEMMA4_FAMILY,
+    "gemma3": Family(
+        GEMMA3_IMAGES, gemma3_arguments, gemma_vectors, "token_type_ids", 2, ((6, 6),) * 3
+    ),
+}
+
+
 @torch.no_grad()
 def continued(
-    model: PreTrainedModel, prompt: list[int], images: list[np.ndarray]
+    model: PreTrainedModel, family: Family, prompt: list[int], images: list[np.ndarray]
 ) -> tuple[list[int], torch.Tensor]:
-    tokens, logits, given = torch.tensor(prompt), [], image_arguments(images)
+    tokens, logits, given = torch.tensor(prompt), [], family.arguments(images)
     for _ in range(GREEDY_TOKENS):
         kinds = (tokens == IMAGE).int()
-        last = model(tokens[None], mm_token_type_ids=kinds[None], use_cache=False, **given)
+        last = model(tokens[None], **{family.types: kinds[None]}, use_cache=False, **given)
         logits.append(last.logits[0, -1].float())
         tokens = torch.cat([tokens, logits[-1].argmax()[None]])
     return tokens[len(prompt) :].tolist(), torch.stack(logits)
@@ -172,24 +344,28 @@ def continued(
 
 @torch.no_grad()
 def make(folder: Path, kind: type[PreTrainedModel], config: PretrainedConfig, seed: int) -> None:
+    family = FAMILIES.get(folder.name, QWEN)
     torch.manual_seed(seed)
     model = kind(config).eval().float()
     randomise(model)
+    for name, buffer in model.named_buffers():
+        if name.endswith(("put_min", "put_max", "std_bias", "std_scale")):
+            sign = -1 if name.endswith("min") else 1
+            buffer.copy_(sign * torch.empty_like(buffer).uniform_(0.5, 1.5))
     model.save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)
-    (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR, indent=2) + "\n")
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps(family.preprocessor, indent=2) + "\n"
+    )
     random = np.random.default_rng(seed)
     images = [
         random.integers(0, 256, (PATCH * rows, PATCH * columns, 3), np.uint8)
-        for rows, columns in IMAGES
+        for rows, columns in family.images
     ]
     saved: dict[str, np.ndarray] = {}
     for number, pixels in enumerate(images):
-        given = image_arguments([pixels])
-        made = model.model.visual(given["pixel_values"], grid_thw=given["image_grid_thw"])
-        further = getattr(made, "deepstack_features", None) or []
         saved[f"pixels_{number}"] = pixels
-        saved[f"vectors_{number}"] = torch.cat([made.pooler_output, *further], dim=-1).numpy()
+        saved[f"vectors_{number}"] = family.vectors(model, family.arguments([pixels])).numpy()
     answer: list[int] = []
     for name, parts in CHATS.items():
         prompt, used, texts = [], [], np.random.default_rng(seed + 100)  # chats begin alike
@@ -201,11 +377,11 @@ def make(folder: Path, kind: type[PreTrainedModel], config: PretrainedConfig, se
                 prompt += texts.integers(1, IMAGE, part).tolist()
             else:
                 height, width, _ = images[part].shape
-                count = height * width // (PATCH * MERGE) ** 2
+                count = height * width // (PATCH * family.merge) ** 2
                 prompt += [START, *[IMAGE] * count, END]
                 used.append(part)
             is_text = part == "answer" or not is_text
-        greedy, logits = continued(model, prompt, [images[number] for number in used])
+        greedy, logits = continued(model, family, prompt, [images[number] for number in used])
         answer = greedy if name == "single" else answer
         saved[f"{name}_prompt"] = np.array(prompt, np.int32)
         saved[f"{name}_images"] = np.array(used, np.int32)

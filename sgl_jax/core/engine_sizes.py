@@ -70,6 +70,7 @@ class EngineSizes(NamedTuple):
     max_images: int = 0  # of a request
     max_image_tokens: int = 0  # of an image
     image_token_side: int = 1  # pixels of a token in each direction
+    whole_images: bool = False  # a step computes all tokens of an image, or none
 
     @property
     def image_token_values(self) -> int:

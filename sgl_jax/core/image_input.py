@@ -6,8 +6,8 @@ their content.
 """
 
 import hashlib
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -51,7 +51,12 @@ class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
         merge_size: a token has this number of patches in each direction.
         min_pixels, max_pixels: bounds of height * width after resizing.
         mean, std: of red, green and blue, of pixel values divided by 255.
-        image_token_id: the placeholder of an image in a rendered chat template.
+        image_token_id: the placeholder of an image in token ids.
+        fit: how an image is resized. "bounds": only as far as the bounds need; "budget": as large
+            as `max_pixels` allow, with its ratio of sides; "square": to a square of `max_pixels`.
+        resample: the filter.
+        written_id: the token that a chat template writes for an image; None: `image_token_id`.
+        expansion: the texts and tokens that are written in its place, before the text is tokenized.
     """
 
     patch_size: int
@@ -61,6 +66,22 @@ class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     image_token_id: int
+    fit: Literal["bounds", "budget", "square"] = "bounds"
+    resample: Literal["bilinear", "bicubic"] = "bicubic"
+    written_id: int | None = None
+    expansion: tuple[int | str, ...] = ()
+
+    @property
+    def placeholder_id(self) -> int:
+        """Return the placeholder of an image in a text."""
+        return self.image_token_id if self.written_id is None else self.written_id
+
+    def expanded(self, text: str, text_of: Callable[[int], str]) -> str:
+        """Return `text` with the expansion of each placeholder; `text_of` writes a token."""
+        if not self.expansion:
+            return text
+        parts = (part if isinstance(part, str) else text_of(part) for part in self.expansion)
+        return text.replace(text_of(self.placeholder_id), "".join(parts))
 
     @property
     def side_multiple(self) -> int:

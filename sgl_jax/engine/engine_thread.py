@@ -17,7 +17,7 @@ from sgl_jax.engine.front.frontend import Frontend
 from sgl_jax.engine.front.health import EngineHealth
 from sgl_jax.engine.front.request_stream import RequestStream
 from sgl_jax.engine.loop.core import EngineCore
-from sgl_jax.engine.offline_images import with_images
+from sgl_jax.engine.offline_images import settings_of, with_images
 from sgl_jax.engine.offline_inputs import Prompt, Sampling, as_struct
 from sgl_jax.engine.offline_results import Generation, GenerationError, extended
 from sgl_jax.engine.opening import open_model_files, open_tracer
@@ -80,9 +80,12 @@ class EngineThread:
         """Check all prompts, then submit all. `on_ready` gets the index of a prompt."""
         checks, requests = self.frontend.checks, list[GenerateRequest]()
         for prompt, sampling, own in zip(prompts, params, options, strict=True):
-            ids = checks.encode(prompt) if isinstance(prompt, str) else list(prompt)
             own = dict(own)
-            if images := own.pop("image_data", ()):
+            images = own.pop("image_data", ())
+            if images and isinstance(prompt, str):
+                prompt = checks.expand_images(prompt, settings_of(self.core.info))
+            ids = checks.encode(prompt) if isinstance(prompt, str) else list(prompt)
+            if images:
                 ids, own["images"] = with_images(ids, images, self.core.info)
             one = as_struct(sampling or {}, SamplingParams, "sampling_params")
             own = {"usual_logprobs_mode": "scaled", **own}

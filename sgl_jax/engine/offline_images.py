@@ -22,15 +22,21 @@ def with_images(
     `given` are Pillow's images or uint8 arrays [height, width, 3]; `info` is the engine's. Raises
     `InvalidRequestError`.
     """
+    settings = settings_of(info)
+    fitted = [fit_image(_as_image(image), settings, info["vocab_size"]).fitted for image in given]
+    return place_images(prompt_ids, fitted, settings.image_token_id, _PARAM)
+
+
+def settings_of(info: dict[str, Any]) -> ImageSettings:
+    """Return what the images of an engine with this `info` must be like. Raises
+    `InvalidRequestError` if it takes none."""
     if info["images"] is None:
         raise InvalidRequestError(
             "this engine takes no images: it needs enable_multimodal=True and a model with a "
             "vision tower",
             _PARAM,
         )
-    settings = msgspec.convert(info["images"], ImageSettings)
-    fitted = [fit_image(_as_image(image), settings, info["vocab_size"]).fitted for image in given]
-    return place_images(prompt_ids, fitted, settings.image_token_id, _PARAM)
+    return msgspec.convert(info["images"], ImageSettings)
 
 
 def _as_image(given: Any) -> Image.Image:

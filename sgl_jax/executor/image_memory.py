@@ -45,22 +45,26 @@ class ImageMemory(NamedTuple):
         assert args.context_length is not None, "resolved"
         largest = images.max_pixels // images.side_multiple**2
         most = min(num_slots, args.context_length, _MOST_TOKENS, largest)
+        if vision.whole_images:
+            most = min(most, args.chunked_prefill_size)
         if most * images.side_multiple**2 < images.min_pixels:
             raise ValueError(
-                f"--image-cache-size {args.image_cache_size} and --context-length "
-                f"{args.context_length} have no room for an image of {images.min_pixels} pixels, "
-                "the model's smallest"
+                f"--image-cache-size {args.image_cache_size}, --context-length "
+                f"{args.context_length} and --chunked-prefill-size {args.chunked_prefill_size} "
+                "must have room for the model's smallest image: "
+                f"{images.min_pixels // images.side_multiple**2} tokens"
             )
         return cls(vision, dtype, num_slots, most, args.max_images_per_request, args.tp_size)
 
     @property
-    def sizes(self) -> dict[str, int]:
+    def sizes(self) -> dict[str, Any]:
         """Return the fields of `EngineSizes`."""
         return {
             "image_slots": self.num_slots,
             "max_images": self.max_images,
             "max_image_tokens": self.most_tokens,
             "image_token_side": self.vision.images.side_multiple,
+            "whole_images": bool(self.vision.whole_images),
         }
 
     @property
@@ -79,13 +83,11 @@ class ImageMemory(NamedTuple):
 
     @property
     def device_bytes(self) -> int:
-        """Return the bytes on each device for the table and the largest arrays of the tower: hidden
-        states, those kept for further vectors, the inner width, and blocks of scores."""
+        """Return the bytes on each device for the table and the largest arrays of the tower."""
         vision = self.vision
         num_patches = self.shapes[0] * vision.patches_per_token
-        of_patch = vision.hidden_size * (8 + len(vision.deepstack)) + vision.intermediate_size
         table = self.num_slots // self.tp_size * vision.row_width
-        return self.dtype.itemsize * (table + num_patches * of_patch) + 3 * SCORE_BYTES
+        return self.dtype.itemsize * (table + num_patches * vision.work_width) + 3 * SCORE_BYTES
 
     def arrays(self, dp_size: int, num_rows: int, mesh: Mesh) -> Any:
         """Return `RowImages` of sharded `jax.ShapeDtypeStruct`s."""

@@ -30,7 +30,7 @@ from sgl_jax.layers.sampling.logprobs import LogprobArrays, no_logprobs
 from sgl_jax.layers.sampling.row_params import SampledRows, unpack_row_params
 from sgl_jax.layers.sampling.split_logits import SplitLogits
 from sgl_jax.models.decoder import CausalLM
-from sgl_jax.models.image_tokens import ImageTokens, image_positions
+from sgl_jax.models.image_tokens import ImageTokens, image_positions, image_spans
 
 # Positions scored at once, to bound the memory of logits.
 _SCORED_BLOCK = 32
@@ -104,7 +104,7 @@ def compute_step(model: CausalLM, state: StepState, given: RankStep) -> tuple[St
     hidden, kv_pools, layer_states, counts, draft_hidden, experts = model(
         tokens,
         *(batches, state.kv_pools, state_batch, layer_states),
-        _image_tokens(state.images, tokens, token_rows, batch, given.sizes),
+        _image_tokens(model, state.images, tokens, token_rows, batch, given),
     )
     sampled = _sampled(batch, queries, given)
     logits = model.logits(hidden[sampled.tokens])
@@ -242,18 +242,22 @@ def _by_group(batch: AttentionBatch, given: RankStep) -> tuple[AttentionBatch, .
 
 
 def _image_tokens(
+    model: CausalLM,
     images: RowImages | None,
     tokens: jax.Array,
     token_rows: jax.Array,
     batch: AttentionBatch,
-    sizes: EngineSizes,
+    given: RankStep,
 ) -> ImageTokens | None:
-    if images is None:
+    vision = model.config.vision
+    if images is None or vision is None:
         return None
-    slots = jnp.where(batch.valid, tokens - sizes.vocab_size, -1)
-    return ImageTokens(
-        image_positions(batch.positions, images.lists[token_rows]), slots, images.vectors
-    )
+    slots = jnp.where(batch.valid, tokens - given.sizes.vocab_size, -1)
+    positions = batch.positions
+    if vision.has_axes:
+        positions = image_positions(positions, images.lists[token_rows])
+    spans = image_spans(images.lists[given.controls.rows]) if vision.whole_images else None
+    return ImageTokens(positions, slots, images.vectors, spans)
 
 
 def _sampled(batch: AttentionBatch, queries: Queries, given: RankStep) -> LastQueries:

@@ -291,8 +291,10 @@ class Stacked(Source):
         return found
 
     def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
-        for part, own in zip(out, self.prefixes[index[0]], strict=True):
-            self.part.fill(part, index[1:], tensors, prefix + own)
+        for n, own in enumerate(self.prefixes[index[0]]):
+            self.part.fill(
+                out[n, ...], index[1:], tensors, prefix + own
+            )  # a view, also of a number
 
     def fit(self, plain: jax.Array) -> jax.Array:
         fitted: jax.Array = jax.vmap(self.part.fit)(plain)

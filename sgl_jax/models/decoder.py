@@ -130,7 +130,7 @@ class Architecture(NamedTuple):
     head: str = "lm_head"
     embeddings: str = "embed_tokens"
     last_norm: str = "norm"
-    vision: str = ""  # prefix of the tensors of a tower like Qwen3-VL's; "": it has none
+    declare_tower: Callable[[Any, DTypeLike], VisionTower] | None = None
     spare_prefixes: tuple[str, ...] = ()  # prefixes of tensors that no parameter needs
     has_further_layers: bool = False  # the checkpoint's layers after the last are not read
     # Prefixes, in a layer that reads another layer's cache, of tensors that it does not need.
@@ -196,7 +196,8 @@ class CausalLM(nnx.Module):
         self.norm = RMSNorm(norm, config.rms_norm_eps, dtype, from_one=architecture.norms_from_one)
         self.lm_head = None if tied else LMHead(Padded(head, rows, axis=1), vocab, dtype)
         vision = config.vision
-        self.tower = None if vision is None else VisionTower(vision, dtype, architecture.vision)
+        declare_tower = architecture.declare_tower
+        self.tower = declare_tower(vision, dtype) if vision and declare_tower else None
         self.draft_layer = draft_layer
         captured = tuple(draft_layer.captured) if draft_layer else ()
         self.num_captured = len(captured)
@@ -245,9 +246,15 @@ class CausalLM(nnx.Module):
         memories: tuple[Any, ...] = (*kv_pools, states) if is_recurrent else kv_pools
         groups = [group for group, _ in self.cache_places]
         positions = batches[0].positions if images is None else images.positions
-        reads = layer_reads(self.config, groups, positions, batches, state_batch)
+        spans = images and images.spans
+        reads = layer_reads(self.config, groups, positions, batches, state_batch, spans)
         hidden, added = self._embed(token_ids, images)
-        vectors = None if self.per_layer is None else self.per_layer(token_ids, hidden)
+        vectors = None
+        if self.per_layer is not None:
+            texts = token_ids
+            if images is not None and self.config.vision is not None:
+                texts = jnp.where(images.is_image, self.config.vision.pad_token_id, token_ids)
+            vectors = self.per_layer(texts, hidden)
         terms = (hidden, jnp.zeros_like(hidden)) if self.defers_sum else (hidden,)
         keys = copy_keys(token_ids, batches[0].positions) if self.placement else None
         is_token, routed = batches[0].valid, []
@@ -335,7 +342,7 @@ class CausalLM(nnx.Module):
         if images is None:
             return self._scaled(join(vectors)), None
         own, added = images.split(self.config.hidden_size, join)
-        return self._scaled(join(vectors + own)), added
+        return join(self._scaled(vectors) + own), added
 
     def _scaled(self, vectors: jax.Array) -> jax.Array:
         if not self.architecture.scales_embedding:

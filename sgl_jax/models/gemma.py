@@ -1,4 +1,4 @@
-"""The text models of Gemma 3 and Gemma 4: four norms a layer, most layers with a window.
+"""Gemma 3 and Gemma 4: four norms a layer, most layers with a window.
 
 The config has the windows, the rotations, the scale of scores and the activation. In Gemma 4 it
 also has the sizes of heads, which differ between layers, and the layers that read an earlier
@@ -18,6 +18,8 @@ from sgl_jax.layers.sources import Padded, Tensor
 from sgl_jax.models.config import LayerSpec, ModelConfig
 from sgl_jax.models.decoder import Architecture, BuildOptions
 from sgl_jax.models.decoder_layer import DecoderLayer
+from sgl_jax.models.gemma4_tower import Gemma4Tower
+from sgl_jax.models.gemma_tower import Gemma3Tower
 from sgl_jax.models.llama import attention, gated_mlp, norm
 from sgl_jax.models.projections import linear
 from sgl_jax.models.qwen3 import ExpertNames, mixture_of_experts
@@ -116,10 +118,11 @@ def per_layer_embedding(
 
 
 GEMMA3_TEXT = Architecture(gemma3_layer, norms_from_one=True, scales_embedding=True)
-# The multimodal model: its vision tensors are not read.
+# The multimodal model: its vision tensors are read only if images are served.
 GEMMA3 = GEMMA3_TEXT._replace(
     body="language_model.model.",
     head="language_model.lm_head",
+    declare_tower=Gemma3Tower,
     spare_prefixes=("vision_tower.", "multi_modal_projector."),
 )
 GEMMA4_TEXT = Architecture(
@@ -128,9 +131,11 @@ GEMMA4_TEXT = Architecture(
     declare_per_layer_embedding=per_layer_embedding,
     unused_in_sharing_layers=_UNUSED,
 )
-# The multimodal model: its tensors of images and sounds are not read.
+# The multimodal model: its tensors of images are read only if images are served, and those of
+# sounds are not.
 GEMMA4 = GEMMA4_TEXT._replace(
     body="model.language_model.",
+    declare_tower=Gemma4Tower,
     spare_prefixes=(
         "model.vision_tower.",
         "model.embed_vision.",

@@ -1,11 +1,14 @@
 """Reads how a model's images are resized and normalised: `preprocessor_config.json` and the token
 ids of `config.json`."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from sgl_jax.core.image_input import ImageSettings
+from sgl_jax.models.config_defaults import architecture_name
 from sgl_jax.models.config_fields import (
     CONFIG_FILE,
     ModelConfigError,
@@ -23,14 +26,26 @@ _SIDE = {"patch_size": 16, "merge_size": 2}
 # Pixels of an image after resizing, if the files do not say.
 _DEFAULT_SIZE = {"shortest_edge": 65536, "longest_edge": 16777216}
 _HALF = (0.5, 0.5, 0.5)
+_BILINEAR, _BICUBIC = 2, 3
 _FIXED: Mapping[str, tuple[Any, ...]] = {
     "do_convert_rgb": (True,),
     "do_normalize": (True,),
     "do_rescale": (True,),
     "do_resize": (True,),
-    "resample": (3,),  # bicubic
+    "resample": (_BICUBIC,),
     "rescale_factor": (1 / 255,),
     "temporal_patch_size": (2,),
+}
+_GEMMA4_FIXED: Mapping[str, tuple[Any, ...]] = {
+    **_FIXED,
+    "do_normalize": (False, True),  # by nothing
+    "image_mean": ([0.0, 0.0, 0.0],),
+    "image_std": ([1.0, 1.0, 1.0],),
+}
+_GEMMA3_FIXED: Mapping[str, tuple[Any, ...]] = {
+    **_FIXED,
+    "do_pan_and_scan": (False,),
+    "resample": (_BILINEAR,),
 }
 
 
@@ -45,13 +60,16 @@ def read_image_settings(model_path: str | Path) -> ImageSettings | None:
         return None
     folder, config = config_file.parent, read_json(config_file)
     vision = object_field(config, "vision_config")
-    if not vision or "image_token_id" not in config or "vision_start_token_id" not in config:
+    name = architecture_name(config) if "architectures" in config else ""
+    read = _READERS.get(name, _qwen_settings)
+    is_qwen = "image_token_id" in config and "vision_start_token_id" in config
+    if not vision or (read is _qwen_settings and not is_qwen):
         return None
     file = "" if path.is_file() else _present_file(folder)
     raw = read_json(folder / file) if file else {}
     raw = raw.get("image_processor", raw)
     try:
-        return _settings(config, vision, raw)
+        return read(config, vision, raw)
     except ModelConfigError as error:
         name = str(folder / (file or CONFIG_FILE))
         raise ModelConfigError(f"{name!r}: {error}", file or CONFIG_FILE) from error
@@ -61,12 +79,16 @@ def _present_file(folder: Path) -> str:
     return next((name for name in _FILES if (folder / name).is_file()), "")
 
 
-def _settings(
-    config: Mapping[str, Any], vision: Mapping[str, Any], raw: Mapping[str, Any]
-) -> ImageSettings:
-    for name, allowed in _FIXED.items():
+def _check_fixed(raw: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]]) -> None:
+    for name, allowed in fixed.items():
         if raw.get(name) is not None and raw[name] not in allowed:
             raise ModelConfigError(f"{name} must be {allowed[0]!r}, got {raw[name]!r}")
+
+
+def _qwen_settings(
+    config: Mapping[str, Any], vision: Mapping[str, Any], raw: Mapping[str, Any]
+) -> ImageSettings:
+    _check_fixed(raw, _FIXED)
     patch = positive_int(vision, "patch_size", _SIDE["patch_size"])
     merge = positive_int(vision, "spatial_merge_size", _SIDE["merge_size"])
     for name, own in (("patch_size", patch), ("merge_size", merge)):
@@ -90,14 +112,95 @@ def _settings(
         max_pixels=largest,
         mean=_channels(raw, "image_mean"),
         std=_channels(raw, "image_std"),
-        image_token_id=_image_token_id(config),
+        image_token_id=_token_id(config, "image_token_id"),
     )
 
 
-def _image_token_id(config: Mapping[str, Any]) -> int:
-    value = required(config, "image_token_id")
+def _gemma3_settings(
+    config: Mapping[str, Any], vision: Mapping[str, Any], raw: Mapping[str, Any]
+) -> ImageSettings:
+    _check_fixed(raw, _GEMMA3_FIXED)
+    side = positive_int(vision, "image_size", 224)
+    patch = positive_int(vision, "patch_size", 16)
+    size = {"height": side, "width": side} | object_field(raw, "size")
+    if (size["height"], size["width"]) != (side, side):
+        raise ModelConfigError(
+            f"size must be {side} x {side}, as image_size of vision_config, got {size!r}"
+        )
+    num_tokens = positive_int(config, "mm_tokens_per_image", 256)
+    across = math.isqrt(num_tokens)
+    if across**2 != num_tokens or side % (patch * across):
+        raise ModelConfigError(
+            f"mm_tokens_per_image ({num_tokens}) must be a square of whole patches of {patch} x "
+            f"{patch} pixels in an image of {side} x {side}"
+        )
+    image, begin, end = (
+        _token_id(config, f"{name}_token_id", f"{name}_token_index", default)
+        for name, default in (("image", 262144), ("boi", 255999), ("eoi", 256000))
+    )
+    return ImageSettings(
+        patch_size=patch,
+        merge_size=side // patch // across,
+        min_pixels=side**2,
+        max_pixels=side**2,
+        mean=_channels(raw, "image_mean"),
+        std=_channels(raw, "image_std"),
+        image_token_id=image,
+        fit="square",
+        resample="bilinear",
+        written_id=begin,
+        expansion=("\n\n", begin, image, end, "\n\n"),
+    )
+
+
+def _gemma4_settings(
+    config: Mapping[str, Any], vision: Mapping[str, Any], raw: Mapping[str, Any]
+) -> ImageSettings:
+    _check_fixed(raw, _GEMMA4_FIXED)
+    patch = positive_int(vision, "patch_size", 16)
+    merge = positive_int(vision, "pooling_kernel_size", 3)
+    for name, own in (("patch_size", patch), ("pooling_kernel_size", merge)):
+        if positive_int(raw, name, own) != own:
+            raise ModelConfigError(
+                f"{name} is {raw[name]}, but vision_config of {CONFIG_FILE} has {own}"
+            )
+    usual = positive_int(config, "vision_soft_tokens_per_image", 280)
+    image, begin, end = (
+        _token_id(config, f"{name}_token_id", default=default)
+        for name, default in (("image", 258880), ("boi", 255999), ("eoi", 258882))
+    )
+    return ImageSettings(
+        patch_size=patch,
+        merge_size=merge,
+        min_pixels=(patch * merge) ** 2,
+        max_pixels=(patch * merge) ** 2 * positive_int(raw, "max_soft_tokens", usual),
+        mean=_HALF,  # the model maps pixels from [0, 1] to [-1, 1]
+        std=_HALF,
+        image_token_id=image,
+        fit="budget",
+        expansion=(begin, image, end),
+    )
+
+
+_Reader = Callable[[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]], ImageSettings]
+_READERS: Mapping[str, _Reader] = MappingProxyType(
+    {
+        "Gemma3ForConditionalGeneration": _gemma3_settings,
+        "Gemma4ForConditionalGeneration": _gemma4_settings,
+    }
+)
+
+
+def _token_id(
+    config: Mapping[str, Any], name: str, other: str = "", default: int | None = None
+) -> int:
+    """Return the token of field `name`, or `other` in some configs."""
+    given: list[Any] = [config[own] for own in (name, other) if config.get(own) is not None]
+    value = given[0] if given else default
+    if value is None:
+        value = required(config, name)
     if not is_int(value) or value < 0:
-        raise ModelConfigError(f"image_token_id must be a token id, got {value!r}")
+        raise ModelConfigError(f"{name} must be a token id, got {value!r}")
     return int(value)
 
 

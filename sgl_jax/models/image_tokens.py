@@ -1,4 +1,4 @@
-"""What the tokens of a step read of images: their vectors, and positions in three directions.
+"""What the tokens of a step read of images: their vectors, positions and spans.
 
 The vectors of a rank's images are in a table on its chips, each with a part of the rows. In the
 token table, a token of an image is the vocabulary's size plus its row.
@@ -18,9 +18,20 @@ from sgl_jax.layers.mesh_axes import TENSOR_AXIS, any_over_data
 class ImageTokens(NamedTuple):
     """The tokens of one step, T with padding."""
 
-    positions: jax.Array  # int32 [3, T] time, row and column
+    positions: jax.Array  # int32 [T], or [3, T] time, row and column
     slots: jax.Array  # int32 [T] row of the table; outside for other tokens
     table: jax.Array  # [rows of this chip, width]
+    # `AttentionBatch.spans`, the images, for layers that see them whole; None: there are none
+    spans: jax.Array | None = None
+
+    @property
+    def is_image(self) -> jax.Array:
+        """Return bool [T], False for the tokens of texts."""
+        return (self.slots >= 0) & (self.slots < self._num_slots)
+
+    @property
+    def _num_slots(self) -> int:
+        return len(self.table) * lax.axis_size(TENSOR_AXIS)
 
     def split(
         self, hidden_size: int, join: Callable[[jax.Array], jax.Array]
@@ -33,16 +44,15 @@ class ImageTokens(NamedTuple):
 
         def read() -> tuple[jax.Array, jax.Array]:
             found = self.table.at[own].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-            return found[:, :hidden_size], join(found[:, hidden_size:])
+            vectors, further = found[:, :hidden_size], found[:, hidden_size:]
+            return vectors, join(further) if width > hidden_size else further
 
         def nothing() -> tuple[jax.Array, jax.Array]:
             own, added = jax.eval_shape(read)
             return jnp.zeros(own.shape, own.dtype), jnp.zeros(added.shape, added.dtype)
 
         # Most steps have no token of an image. Ranks agree, since chips of a rank exchange values.
-        num_total = num_rows * lax.axis_size(TENSOR_AXIS)
-        is_any = jnp.any((self.slots >= 0) & (self.slots < num_total))
-        vectors, added = lax.cond(any_over_data(is_any), read, nothing)
+        vectors, added = lax.cond(any_over_data(jnp.any(self.is_image)), read, nothing)
         if width == hidden_size:
             return vectors, None
         by_layer = added.reshape(len(added), -1, hidden_size).transpose(1, 0, 2)
@@ -71,3 +81,9 @@ def image_positions(positions: jax.Array, images: jax.Array) -> jax.Array:
     first = jnp.where(is_inside, start + moved, positions + after)
     row, column = (jnp.where(is_inside, n, 0) for n in (index // wide, index % wide))
     return jnp.stack([first, first + row, first + column])
+
+
+def image_spans(images: jax.Array) -> jax.Array:
+    """Return `AttentionBatch.spans` of rows with `images`, int32 [B, most, IMAGE_FIELDS]."""
+    starts, counts = images[..., 0], images[..., 1]
+    return jnp.stack([starts, starts + counts], axis=-1)

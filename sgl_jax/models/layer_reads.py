@@ -1,6 +1,7 @@
 """What the layers of a model read in a step, next to hidden states and memory."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,12 +19,14 @@ def layer_reads(
     positions: jax.Array,
     batches: Sequence[AttentionBatch],
     state_batch: StateBatch | None,
+    spans: jax.Array | None = None,
 ) -> list[tuple[Any, ...]]:
     """Return each layer's rotation and batch, its `StateBatch` if it is a recurrence, or nothing.
 
     `groups` are the layers' cache groups, and `batches` those of each group. `positions` are as in
-    `rotation_of`.
+    `rotation_of`. `spans` are the images of the rows, for layers that see them whole.
     """
+    vision = config.vision
     rotations: dict[Any, Rotation] = {}  # equal ones are computed once
     reads: list[tuple[Any, ...]] = []
     for spec, group in zip(config.layers, groups, strict=False):
@@ -36,7 +39,10 @@ def layer_reads(
         key = spec.rope, spec.query_scale, spec.heads
         if key not in rotations:
             rotations[key] = rotation_of(config, spec, positions)
-        reads.append((rotations[key], batches[group]))
+        batch = batches[group]
+        if spans is not None and vision is not None and vision.sees_whole(spec.sliding_window):
+            batch = replace(batch, spans=spans)
+        reads.append((rotations[key], batch))
     return reads
 
 

@@ -12,6 +12,7 @@ from sgl_jax.models.decoder import Architecture, BuildOptions
 from sgl_jax.models.decoder_layer import DecoderLayer
 from sgl_jax.models.llama import MLPNames, gated_mlp, llama_layer, require_divisible
 from sgl_jax.models.projections import quantization_of
+from sgl_jax.models.vision_tower import Qwen3VLTower
 
 qwen3_layer = partial(llama_layer, qk_norm="each_head")
 
@@ -146,7 +147,7 @@ def _shared_expert(
 QWEN3_VL = Architecture(
     qwen3_layer,
     body="model.language_model.",
-    vision="model.visual.",
+    declare_tower=partial(Qwen3VLTower, prefix="model.visual."),
     spare_prefixes=("model.visual.",),
 )
 QWEN3_VL_MOE = QWEN3_VL._replace(

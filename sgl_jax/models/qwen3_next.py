@@ -19,6 +19,7 @@ from sgl_jax.models.decoder_layer import DecoderLayer
 from sgl_jax.models.llama import attention, gated_mlp, norm, require_divisible
 from sgl_jax.models.projections import linear
 from sgl_jax.models.qwen3 import mixture_of_experts
+from sgl_jax.models.vision_tower import Qwen3VLTower
 
 # Sources of a gated delta net's input projections, for a hidden size: q, k and v; the output gate;
 # the other gates (see `GatedDeltaNet`).
@@ -122,6 +123,6 @@ QWEN3_5_TEXT = QWEN3_NEXT._replace(build_layer=partial(hybrid_layer, projections
 # The multimodal model: the tower's tensors are read only if images are served.
 QWEN3_5 = QWEN3_5_TEXT._replace(
     body="model.language_model.",
-    vision="model.visual.",
+    declare_tower=partial(Qwen3VLTower, prefix="model.visual."),
     spare_prefixes=("mtp.", "model.visual."),
 )

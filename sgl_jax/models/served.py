@@ -9,7 +9,7 @@ from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.config_fields import ModelConfigError
 from sgl_jax.models.eagle3_config import with_eagle3_head
-from sgl_jax.models.vision_config import read_vision
+from sgl_jax.models.vision_families import read_vision
 
 
 def served_config(config: ModelConfig, args: ServerArgs, source: Path | None = None) -> ModelConfig:

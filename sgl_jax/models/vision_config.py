@@ -1,50 +1,43 @@
-"""The vision tower of a model, read from `vision_config` of its config.json."""
+"""The vision tower of a model, and Qwen3-VL's, read from `vision_config` of its config.json."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sgl_jax.core.image_input import ImageSettings
 from sgl_jax.models.config_fields import (
-    CONFIG_FILE,
     ModelConfigError,
     is_int,
     object_field,
     positive_float,
     positive_int,
-    read_json,
 )
-from sgl_jax.models.image_settings import read_image_settings
 
 _ACTIVATION = "gelu_pytorch_tanh"
 _FIXED: Mapping[str, Any] = {"hidden_act": _ACTIVATION, "in_channels": 3, "temporal_patch_size": 2}
 _SIZES = ("depth", "hidden_size", "intermediate_size", "num_heads", "out_hidden_size")
 _READ = (
-    *(*_FIXED, *_SIZES, "patch_size", "spatial_merge_size", "num_position_embeddings"),
+    *(*_SIZES, "patch_size", "spatial_merge_size", "num_position_embeddings"),
     *("deepstack_visual_indexes", "rope_parameters"),
 )
 _IGNORED = ("dtype", "initializer_range", "model_type", "torch_dtype", "transformers_version")
 _MAIN_SECTIONS = (24, 20, 20)  # of Qwen3-VL, if its config has none
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class VisionConfig:
-    """A tower like Qwen3-VL's, and how the text model reads its results."""
+    """A tower, and how the text model reads its results."""
 
     depth: int
     hidden_size: int
     intermediate_size: int
     num_heads: int
     out_hidden_size: int
-    grid_side: int  # of the square grid of learned positions
-    # Layers with results that are added after the text model's first layers (arXiv 2406.04334).
-    deepstack: tuple[int, ...]
-    theta: float  # base of the patches' rotary positions
-    # Pairs of a head's dimensions that turn by a token's time, row and column.
-    sections: tuple[int, int, int]
     images: ImageSettings
+    # The layers of the text model in which the tokens of an image also see its later tokens.
+    whole_images: Literal["", "windows", "all"] = ""
+    pad_token_id: int = 0  # the tokens of images in embeddings by layer
 
     @property
     def patch_values(self) -> int:
@@ -58,44 +51,78 @@ class VisionConfig:
     @property
     def row_width(self) -> int:
         """Return the numbers that the text model reads for an image's token."""
-        return self.out_hidden_size * (1 + len(self.deepstack))
+        return self.out_hidden_size
+
+    @property
+    def work_width(self) -> int:
+        """Return the numbers of a patch in the tower's largest arrays: hidden states, and the inner
+        width."""
+        return 8 * self.hidden_size + self.intermediate_size
+
+    @property
+    def has_axes(self) -> bool:
+        """Return whether a token's position has a time, a row and a column."""
+        return False
 
     def pair_axes(self, num_pairs: int) -> list[int]:
-        """Return the axis of each rotated pair: 0 for time, 1 for the row, 2 for the column.
+        """Return the axis of each rotated pair: 0 for time, 1 for the row, 2 for the column."""
+        return [0] * num_pairs
 
-        The three alternate while the rows' and columns' sections last.
-        """
+    def sees_whole(self, sliding_window: int | None) -> bool:
+        """Return whether images' tokens see later ones in layers with `sliding_window`, or none."""
+        return self.whole_images == "all" or (
+            self.whole_images == "windows" and sliding_window is not None
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3VLVision(VisionConfig):
+    """A tower like Qwen3-VL's."""
+
+    grid_side: int  # of the square grid of learned positions
+    # Layers with results that are added after the text model's first layers (arXiv 2406.04334).
+    deepstack: tuple[int, ...]
+    theta: float  # base of the patches' rotary positions
+    # Pairs of a head's dimensions that turn by a token's time, row and column.
+    sections: tuple[int, int, int]
+
+    @property
+    def row_width(self) -> int:
+        return self.out_hidden_size * (1 + len(self.deepstack))
+
+    @property
+    def work_width(self) -> int:
+        return super().work_width + self.hidden_size * len(self.deepstack)
+
+    @property
+    def has_axes(self) -> bool:
+        return True
+
+    def pair_axes(self, num_pairs: int) -> list[int]:
+        """Return the axis of each rotated pair: the three alternate while the rows' and columns'
+        sections last."""
         return [
             pair % 3 if pair % 3 and pair < 3 * self.sections[pair % 3] else 0
             for pair in range(num_pairs)
         ]
 
 
-def read_vision(model_path: Path, hidden_size: int) -> VisionConfig:
-    """Read the tower of a model folder; `hidden_size` is the text model's.
-
-    Raises ModelConfigError, with the name of the field, if the folder has no tower or the tower is
-    not supported.
-    """
-    images = read_image_settings(model_path)
-    if images is None:
-        raise ModelConfigError("--enable-multimodal needs a model with a vision tower")
-    config = read_json(model_path if model_path.is_file() else model_path / CONFIG_FILE)
-    raw = object_field(config, "vision_config")
-    try:
-        return _vision(raw, object_field(config, "text_config"), images, hidden_size)
-    except ModelConfigError as error:
-        raise ModelConfigError(f"vision_config: {error}") from error
-
-
-def _vision(
-    raw: Mapping[str, Any], text: Mapping[str, Any], images: ImageSettings, hidden_size: int
-) -> VisionConfig:
+def check_fields(raw: Mapping[str, Any], fixed: Mapping[str, Any], read: Sequence[str]) -> None:
+    """Raise ModelConfigError for a field of a tower with another value than the `fixed` one, or
+    one that is not `read` and may change the computation."""
     for name, value in raw.items():
-        if name in _FIXED and value != _FIXED[name]:
-            raise ModelConfigError(f"{name} must be {_FIXED[name]!r}, got {value!r}")
-        if name not in (*_READ, *_IGNORED) and value:
+        if name in fixed and value != fixed[name]:
+            raise ModelConfigError(f"{name} must be {fixed[name]!r}, got {value!r}")
+        if name not in (*fixed, *read, *_IGNORED) and value:
             raise ModelConfigError(f"{name} = {value!r} is not supported")
+
+
+def read_qwen3_vl_vision(
+    config: Mapping[str, Any], images: ImageSettings, hidden_size: int
+) -> VisionConfig:
+    """Read the tower of config.json; `hidden_size` is the text model's."""
+    raw, text = object_field(config, "vision_config"), object_field(config, "text_config")
+    check_fields(raw, _FIXED, _READ)
     depth, hidden, width, heads, out = (positive_int(raw, name) for name in _SIZES)
     num_positions = positive_int(raw, "num_position_embeddings")
     side = math.isqrt(num_positions)
@@ -108,7 +135,7 @@ def _vision(
     if out != hidden_size:
         raise ModelConfigError(f"out_hidden_size is {out}, the text model's is {hidden_size}")
     rope = object_field(raw, "rope_parameters")
-    return VisionConfig(
+    return Qwen3VLVision(
         depth=depth,
         hidden_size=hidden,
         intermediate_size=width,

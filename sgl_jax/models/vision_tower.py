@@ -1,4 +1,4 @@
-"""The vision tower of Qwen3-VL and Qwen3.5: patches to the vectors of an image's tokens.
+"""Vision towers, and that of Qwen3-VL and Qwen3.5: patches to the vectors of an image's tokens.
 
 A transformer over all patches of one image. Patches are in the order of tokens: the patches of a
 token, `merge_size` in each direction, follow each other, and an MLP merges them. Each chip of a
@@ -22,21 +22,53 @@ from sgl_jax.layers.norm import LayerNorm
 from sgl_jax.layers.parameter import parameter, stack_layers
 from sgl_jax.layers.rotary import Rotation, rotate
 from sgl_jax.layers.sources import Tensor
-from sgl_jax.models.vision_config import VisionConfig
+from sgl_jax.models.vision_config import Qwen3VLVision, VisionConfig
 
 _EPS = 1e-6
 SCORE_BYTES = 2**26  # of one block of queries in float32
 
 
-def _linear(name: str, num_inputs: int, num_outputs: int, dtype: DTypeLike) -> Linear:
+class VisionTower(nnx.Module):
+    """A tower of any family."""
+
+    config: VisionConfig
+
+    def __call__(self, patches: jax.Array, height: jax.Array, width: jax.Array) -> jax.Array:
+        """Compute the vectors of an image's tokens.
+
+        Args:
+            patches: uint8 [N, patch_values], each [side, side, 3]; padded to a power of two of
+                tokens.
+            height, width: int32 [], in patches.
+
+        Returns:
+            [N / patches_per_token, row_width]: what the text model reads for each token, the
+            vector itself and those added after its first layers. Arbitrary for padding.
+        """
+        raise NotImplementedError
+
+    def normalised(self, patches: jax.Array) -> jax.Array:
+        """Return the values of patches, float32 [N, patch_values]."""
+        images = self.config.images
+        mean, std = (
+            np.tile(np.array(values, np.float32), images.patch_size**2)
+            for values in (images.mean, images.std)
+        )
+        return (patches.astype(jnp.float32) / 255 - mean) / std
+
+    def embedded(self, patches: jax.Array, kernel: jax.Array) -> jax.Array:
+        """Return the normalised patches times `kernel`, [hidden_size, 3, side, side]."""
+        flat = kernel.transpose(2, 3, 1, 0).reshape(-1, self.config.hidden_size)
+        return matmul(self.normalised(patches).astype(kernel.dtype), flat)
+
+
+def linear(name: str, num_inputs: int, num_outputs: int, dtype: DTypeLike) -> Linear:
     weight = Tensor(f"{name}.weight", (num_inputs, num_outputs), transposed=True)
     return Linear(weight, dtype, bias=Tensor(f"{name}.bias", (num_outputs,)))
 
 
-def _norm(name: str, size: int, dtype: DTypeLike) -> LayerNorm:
-    return LayerNorm(
-        Tensor(f"{name}.weight", (size,)), Tensor(f"{name}.bias", (size,)), _EPS, dtype
-    )
+def layer_norm(name: str, size: int, dtype: DTypeLike, eps: float = _EPS) -> LayerNorm:
+    return LayerNorm(Tensor(f"{name}.weight", (size,)), Tensor(f"{name}.bias", (size,)), eps, dtype)
 
 
 class VisionBlock(nnx.Module):
@@ -44,12 +76,12 @@ class VisionBlock(nnx.Module):
 
     def __init__(self, config: VisionConfig, dtype: DTypeLike) -> None:
         hidden, width = config.hidden_size, config.intermediate_size
-        self.norm1 = _norm("norm1", hidden, dtype)
-        self.norm2 = _norm("norm2", hidden, dtype)
-        self.qkv = _linear("attn.qkv", hidden, 3 * hidden, dtype)
-        self.proj = _linear("attn.proj", hidden, hidden, dtype)
-        self.up = _linear("mlp.linear_fc1", hidden, width, dtype)
-        self.down = _linear("mlp.linear_fc2", width, hidden, dtype)
+        self.norm1 = layer_norm("norm1", hidden, dtype)
+        self.norm2 = layer_norm("norm2", hidden, dtype)
+        self.qkv = linear("attn.qkv", hidden, 3 * hidden, dtype)
+        self.proj = linear("attn.proj", hidden, hidden, dtype)
+        self.up = linear("mlp.linear_fc1", hidden, width, dtype)
+        self.down = linear("mlp.linear_fc2", width, hidden, dtype)
         self.num_heads = config.num_heads
 
     def __call__(self, x: jax.Array, turns: Rotation, is_patch: jax.Array) -> jax.Array:
@@ -61,20 +93,25 @@ class VisionBlock(nnx.Module):
         return x + self.down(inner)
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, is_key: jax.Array) -> jax.Array:
-    """Attend from all N patches to all keys; q, k and v are [N, heads, size], N a power of two.
+def attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, is_key: jax.Array, scale: float | None = None
+) -> jax.Array:
+    """Attend from all N patches to all keys; q, k and v are [N, heads, size], N a multiple of 64.
+
+    `scale` multiplies scores; None: one over the root of the size.
 
     Scores are computed for blocks of queries: those of a large image do not fit in memory.
     """
     num, heads, size = q.shape
     block = num
+    scale = size**-0.5 if scale is None else scale
     while block > 8 and 4 * heads * block * num > SCORE_BYTES:
         block //= 2
     bias = jnp.where(is_key, 0.0, -jnp.inf).astype(jnp.float32)
 
     def of_block(q: jax.Array) -> jax.Array:
         wide = partial(jnp.einsum, preferred_element_type=jnp.float32)
-        scores = wide("qhd,khd->hqk", q, k) * size**-0.5 + bias
+        scores = wide("qhd,khd->hqk", q, k) * scale + bias
         shares = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
         return wide("hqk,khd->qhd", shares, v).astype(v.dtype)
 
@@ -86,12 +123,12 @@ class PatchMerger(nnx.Module):
     """Maps the patches of each token to its vector; `is_early` norms each patch by itself."""
 
     def __init__(
-        self, config: VisionConfig, dtype: DTypeLike, prefix: str = "", *, is_early: bool
+        self, config: Qwen3VLVision, dtype: DTypeLike, prefix: str = "", *, is_early: bool
     ) -> None:
         merged = config.hidden_size * config.patches_per_token
-        self.norm = _norm(f"{prefix}norm", config.hidden_size if is_early else merged, dtype)
-        self.up = _linear(f"{prefix}linear_fc1", merged, merged, dtype)
-        self.down = _linear(f"{prefix}linear_fc2", merged, config.out_hidden_size, dtype)
+        self.norm = layer_norm(f"{prefix}norm", config.hidden_size if is_early else merged, dtype)
+        self.up = linear(f"{prefix}linear_fc1", merged, merged, dtype)
+        self.down = linear(f"{prefix}linear_fc2", merged, config.out_hidden_size, dtype)
         self.merged_size = merged
         self.is_early = is_early
 
@@ -104,10 +141,12 @@ class PatchMerger(nnx.Module):
         return self.down(jax.nn.gelu(self.up(x), approximate=False))
 
 
-class VisionTower(nnx.Module):
+class Qwen3VLTower(VisionTower):
     """The whole tower."""
 
-    def __init__(self, config: VisionConfig, dtype: DTypeLike, prefix: str) -> None:
+    config: Qwen3VLVision
+
+    def __init__(self, config: Qwen3VLVision, dtype: DTypeLike, prefix: str) -> None:
         """Declare the tower; `prefix` precedes the names of its tensors."""
         self.config = config
         side, hidden = config.images.patch_size, config.hidden_size
@@ -130,18 +169,8 @@ class VisionTower(nnx.Module):
         )
 
     def __call__(self, patches: jax.Array, height: jax.Array, width: jax.Array) -> jax.Array:
-        """Compute the vectors of an image's tokens.
-
-        Args:
-            patches: uint8 [N, patch_values], each [side, side, 3]; padded to a power of two.
-            height, width: int32 [], in patches.
-
-        Returns:
-            [N / patches_per_token, row_width]: what the text model reads for each token, the
-            vector itself and those added after its first layers. Arbitrary for padding.
-        """
         config = self.config
-        row, column = _places(len(patches), width, config.images.merge_size)
+        row, column = places(len(patches), width, config.images.merge_size)
         x = self._embed(patches) + self._learned(row, column, height, width)
         turns = self._rotation(row, column)
         is_patch = jnp.arange(len(patches)) < height * width
@@ -164,15 +193,8 @@ class VisionTower(nnx.Module):
         return jnp.concatenate([self.merger(x), *further], axis=-1)
 
     def _embed(self, patches: jax.Array) -> jax.Array:
-        images, dtype = self.config.images, self.patch_kernel.dtype
-        mean, std = (
-            np.tile(np.array(values, np.float32), images.patch_size**2)
-            for values in (images.mean, images.std)
-        )
-        values = (patches.astype(jnp.float32) / 255 - mean) / std
         kernel = jnp.sum(self.patch_kernel[...].astype(jnp.float32), axis=2)
-        flat = kernel.transpose(2, 3, 1, 0).reshape(-1, self.config.hidden_size).astype(dtype)
-        return matmul(values.astype(dtype), flat) + self.patch_bias[...]
+        return self.embedded(patches, kernel.astype(self.patch_kernel.dtype)) + self.patch_bias[...]
 
     def _learned(
         self, row: jax.Array, column: jax.Array, height: jax.Array, width: jax.Array
@@ -198,7 +220,7 @@ class VisionTower(nnx.Module):
         return Rotation(jnp.cos(angles), jnp.sin(angles))
 
 
-def _places(num_patches: int, width: jax.Array, merge: int) -> tuple[jax.Array, jax.Array]:
+def places(num_patches: int, width: jax.Array, merge: int) -> tuple[jax.Array, jax.Array]:
     """Return each patch's row and column, int32 [N]."""
     patch = jnp.arange(num_patches, dtype=jnp.int32)
     token, own = patch // merge**2, patch % merge**2

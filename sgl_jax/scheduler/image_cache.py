@@ -165,6 +165,17 @@ def _key(image: ImageInput, tokens: Int32Array, namespace: str) -> bytes:
     return b"%d %d %s %s" % (image.height, image.width, first.tobytes(), namespace.encode())
 
 
+def whole_images_end(images: Sequence[ImageInput], end: int) -> int:
+    """Return the most tokens, up to `end`, that end within no image."""
+    return next((image.start for image in images if image.start < end < _end(image)), end)
+
+
+def image_ahead(images: Sequence[ImageInput], start: int) -> int:
+    """Return the tokens from `start` to the end of the image there; 0 if it is not in an image."""
+    ends = (_end(image) for image in images if image.start <= start < _end(image))
+    return next((end - start for end in ends), 0)
+
+
 def image_lists(images: Sequence[ImageInput], token_side: int) -> Int32Array:
     """Return `RowAdmission.images`; a token has `token_side` pixels in each direction."""
     lists = np.zeros((len(images), IMAGE_FIELDS), np.int32)

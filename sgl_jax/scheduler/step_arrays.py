@@ -123,11 +123,15 @@ def _trim_to_shape(builder: StepBuilder, shapes: Sequence[int]) -> None:
     excess, num_padded = total - (shapes[index - 1] if index else 0), shapes[index] - total
     if num_padded == 0 or 2 * excess > num_prefill or excess >= num_padded:
         return
+    chunks = dict(builder.chunks)
     while excess:
-        row, count = builder.chunks.popitem()
+        row, count = chunks.popitem()
         if count > excess:
-            builder.chunks[row] = count - excess
+            if builder.whole_len(row, count - excess) < count - excess:
+                return
+            chunks[row] = count - excess
         excess -= min(count, excess)
+    builder.chunks = chunks
 
 
 def _rank_plans(

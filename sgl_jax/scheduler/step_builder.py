@@ -24,6 +24,7 @@ from sgl_jax.mem_cache.release import free_tail
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
 from sgl_jax.scheduler.draft_policy import choose_drafts, choose_expected
 from sgl_jax.scheduler.forecast.fits import NO_FLOOR, NO_LIMIT
+from sgl_jax.scheduler.image_cache import image_ahead, whole_images_end
 from sgl_jax.scheduler.preemption import by_cost
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
@@ -336,6 +337,8 @@ class StepBuilder:
         self._num_left = self.chunk_size
         self._num_scored_left = self._sizes.max_prompt_logprob_tokens
         shared, self.rank.short_debt = self._shared, self.rank.short_debt if self._shared else 0
+        if self._prefilling:  # the first, so that others' tokens never leave too few for it
+            self._add_image(self._prefilling[0])
         for row in self._prefilling:
             if self._num_left <= 0:
                 break
@@ -351,11 +354,33 @@ class StepBuilder:
             if not len(rows) or len(rows) < len(running):
                 return  # a finished request will free its pages when its result is read
             first = int(rows[running.columns.priority[rows].argmax()])
-            if self._add_chunk(first, self._num_left, self._num_scored_left)[0]:
+            if (
+                self._add_image(first)
+                or self._add_chunk(first, self._num_left, self._num_scored_left)[0]
+            ):
                 return
             if self._retract_one() is None:
                 self.unservable.append(first)
                 return
+
+    def _add_image(self, row: int) -> int:
+        """Add the image that `row` has to compute next, if steps must not split it; return how many
+        tokens. It may exceed the step's prompt tokens, but not those of the engine's steps."""
+        num_tokens = 0
+        if self._sizes.whole_images:
+            start = int(self.rank.memory.rows.kv_committed_len[row])
+            num_tokens = image_ahead(self.rank.running.request(row).images, start)
+        if not num_tokens:
+            return 0
+        self._num_left = max(self._num_left, num_tokens)
+        return self._add_chunk(row, num_tokens, self._num_scored_left)[0]
+
+    def whole_len(self, row: int, count: int) -> int:
+        """Return `count`, or fewer tokens if a chunk of so many of `row` would split an image."""
+        if not self._sizes.whole_images:
+            return count
+        start = int(self.rank.memory.rows.kv_committed_len[row])
+        return whole_images_end(self.rank.running.request(row).images, start + count) - start
 
     def _add_parts(self, shared: SharedTokens) -> None:
         """Add chunks of each part of the tokens. Tokens of scored positions are divided in
@@ -388,7 +413,7 @@ class StepBuilder:
             self.rank.host.drop_fetches() or self.rank.evict_idle_session()
         ):
             pass
-        count = min(wanted, room)
+        count = self.whole_len(row, num_planned + min(wanted, room)) - num_planned
         if count <= 0 or not memory.grow_row(row, start + count):
             return 0, 0
         if count < wanted:

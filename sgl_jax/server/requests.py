@@ -167,13 +167,19 @@ async def encode_with_images(
     """
     refs, urls = references_of(request), list(chain(*images))
     check_images(refs, urls)
-    encoded = iter(await encode_texts(request, [each for each in prompts if isinstance(each, str)]))
+    settings, text_of = settings_of(refs), refs.frontend.tokenizer.text_of
+    texts = [
+        settings.expanded(prompt, text_of) if settings is not None and own else prompt
+        for prompt, own in zip(prompts, images, strict=True)
+        if isinstance(prompt, str)
+    ]
+    encoded = iter(await encode_texts(request, texts))
     decoded = iter(await decode_images(request, client_of(request), urls))
     return [
         place_images(
             _unpack(refs, next(encoded)) if isinstance(prompt, str) else prompt,
             list(islice(decoded, len(own))),
-            settings_of(refs),
+            settings,
         )
         for prompt, own in zip(prompts, images, strict=True)
     ]
@@ -206,7 +212,7 @@ async def encode_chat(request: Request, chat: ChatRequest) -> Prompt:
         refs.frontend.facts.max_request_tokens,
         refs.limits.text_seconds(num_chars),
         refs.texts.abilities,
-        None if settings is None else settings.image_token_id,
+        settings,
         len(urls),
     )
     (ids,) = await unless_gone(request.receive, refs.texts.run(client_of(request), [job]))

@@ -24,6 +24,7 @@ Image.MAX_IMAGE_PIXELS = None  # jobs set the limit
 _MAX_RATIO = 200  # of the sides, as in the model's processor
 _DATA_URI = re.compile(r"\s*data:(?P<kind>[^,;]*)(?P<options>(?:;[^,;]*)*),", re.IGNORECASE)
 _KINDS = ("image/", "application/octet-stream")
+_FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 _URL_SAFE = str.maketrans("-_", "+/", " \t\r\n=")
 
 
@@ -63,7 +64,7 @@ def fit_image(
     upright = _in_rgb(ImageOps.exif_transpose(image))
     height, width = fitted_size(upright.height, upright.width, settings, max_area)
     if (width, height) != upright.size:
-        upright = upright.resize((width, height), Image.Resampling.BICUBIC)
+        upright = upright.resize((width, height), _FILTERS[settings.resample])
     num_tokens = settings.num_tokens(height, width)
     pixels = upright.tobytes()
     ids = image_token_ids(height, width, pixels, num_tokens, vocab_size)
@@ -75,18 +76,24 @@ def fitted_size(
 ) -> tuple[int, int]:
     """Return height and width, multiples of `settings.side_multiple`, after resizing.
 
-    The rule is that of Qwen's processors: round both sides. If the area is out of bounds, scale
-    both sides before they are rounded, down to the upper bound or up to the lower bound.
+    The rules are those of the models' processors. With "bounds" (Qwen), round both sides; if the
+    area is out of bounds, scale both sides before they are rounded, down to the upper bound or up
+    to the lower bound. With "budget" (Gemma 4), scale both sides to the upper bound, then round
+    down; a side has at least one token.
     """
     sides, unit, least = (height, width), settings.side_multiple, settings.min_pixels
+    most = settings.max_pixels
+    if max_area is not None:
+        most = max(least, min(most, max_area))
+    if settings.fit == "square":
+        return math.isqrt(settings.max_pixels), math.isqrt(settings.max_pixels)
+    if settings.fit == "budget":
+        return _within_budget(height, width, most, unit)
     if max(sides) > _MAX_RATIO * min(sides):
         raise InvalidRequestError(
             f"it has {width} x {height} pixels: one side may be at most {_MAX_RATIO} times the "
             "other"
         )
-    most = settings.max_pixels
-    if max_area is not None:
-        most = max(least, min(most, max_area))
     rounded_height, rounded_width = (round(side / unit) * unit for side in sides)
     if rounded_height * rounded_width > most:
         factor = math.sqrt(height * width / most)
@@ -97,6 +104,16 @@ def fitted_size(
         factor = math.sqrt(least / (height * width))
         rounded_height, rounded_width = (math.ceil(side * factor / unit) * unit for side in sides)
     return rounded_height, rounded_width
+
+
+def _within_budget(height: int, width: int, most: int, unit: int) -> tuple[int, int]:
+    factor = math.sqrt(most / (height * width))
+    tall, wide = (math.floor(factor * side / unit) for side in (height, width))
+    if not tall:
+        tall, wide = 1, min(width // height, most // unit**2)
+    elif not wide:
+        tall, wide = min(height // width, most // unit**2), 1
+    return tall * unit, wide * unit
 
 
 def _in_rgb(image: Image.Image) -> Image.Image:

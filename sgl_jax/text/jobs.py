@@ -40,7 +40,7 @@ class EncodeChat(msgspec.Struct, frozen=True, tag="chat"):
     max_tokens: int  # limit of a request, named in the error
     seconds: float
     abilities: TemplateAbilities | None = None  # None: the worker finds them
-    image_token_id: int | None = None  # None: the model takes no images
+    images: ImageSettings | None = None  # None: the model takes no images
     num_images: int = 0  # placeholders that the template must write
 
 

@@ -115,9 +115,9 @@ def _answer(job: Job, tokenizer: Tokenizer) -> JobAnswer:
 
 def _encode_chat(job: EncodeChat, tokenizer: Tokenizer) -> list[int]:
     guard, parts = secrets.token_hex(8), [job.messages, job.tools, job.template_args]
-    placeholder = "" if job.image_token_id is None else tokenizer.text_of(job.image_token_id)
-    if placeholder:
-        parts = [_guarded(part, placeholder, guard) for part in parts]
+    if job.images is not None:
+        for token in {job.images.placeholder_id, job.images.image_token_id}:
+            parts = [_guarded(part, tokenizer.text_of(token), guard) for part in parts]
     messages, tools, template_args = map(msgspec.json.decode, parts)
     prompt = tokenizer.render_chat(
         messages,
@@ -133,11 +133,12 @@ def _encode_chat(job: EncodeChat, tokenizer: Tokenizer) -> list[int]:
             job.max_tokens,
             "messages",
         )
-    if job.image_token_id is None:
+    if job.images is None:
         return tokenizer.encode(prompt, add_special_tokens=False)
+    prompt = job.images.expanded(prompt, tokenizer.text_of)
     pieces = (tokenizer.encode(p, add_special_tokens=False) for p in prompt.split(guard) if p)
     ids = [token for piece in pieces for token in piece]
-    num_placeholders = ids.count(job.image_token_id)
+    num_placeholders = ids.count(job.images.image_token_id)
     if num_placeholders != job.num_images:
         raise InvalidRequestError(
             f"messages: {job.num_images} images were sent, but the model's chat template wrote "
@@ -152,6 +153,8 @@ def _guarded(part: bytes, placeholder: str, guard: str) -> bytes:
 
     The prompt is split there before it is tokenized, so that the text stays text.
     """
+    if not placeholder:  # the tokenizer has no such token
+        return part
     inserted = placeholder[:1] + guard + placeholder[1:]
     return part.replace(placeholder.encode(), inserted.encode())
 

@@ -13,7 +13,7 @@ from sgl_jax.engine.offline import Engine
 from sgl_jax.engine.offline_results import Generation, GenerationError
 from tests.models.golden_server import GOLDEN, TOLERANCE
 
-FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "gemma4_moe")
 IMAGE_TOKEN = 240
 VARIANTS: dict[str, dict[str, Any]] = {
     "chunks": {"test_retract": True, "test_retract_interval": 3},
@@ -27,10 +27,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "drafts": {"speculative_algorithm": "NGRAM"},
     "host memory": {"enable_hierarchical_cache": True, "hicache_ratio": 2.0},
     "no overlap": {"disable_overlap_schedule": True},
-    # Of the 41 tokens of all images in one chat, 45 rows fit.
+    # Of the 41 tokens of all images in one chat, 45 rows fit with DeepStack.
     "small table": {"image_cache_size": 45 * 4 * 32 * 3 / 1e9},
 }
 OF_EACH_FAMILY = ("chunks", "two chips", "two ranks")
+IN_ALL_WAYS = ("qwen3_vl", "gemma3", "gemma4_moe")
+IN_SHORT_RUNS = (("qwen3_vl", "chunks"), ("gemma3", "chunks"))
 
 
 class Chats:
@@ -105,12 +107,12 @@ def counters(engine: Engine) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("family", "variant"),
     [
-        ("qwen3_vl", "chunks"),
+        *IN_SHORT_RUNS,
         *(
             pytest.param(family, variant, marks=pytest.mark.long)
             for family in FAMILIES
-            for variant in (VARIANTS if family == "qwen3_vl" else OF_EACH_FAMILY)
-            if (family, variant) != ("qwen3_vl", "chunks")
+            for variant in (VARIANTS if family in IN_ALL_WAYS else OF_EACH_FAMILY)
+            if (family, variant) not in IN_SHORT_RUNS
         ),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 from sgl_jax.core.image_input import image_token_ids
 from sgl_jax.models.config_fields import ModelConfigError
 from sgl_jax.models.image_settings import read_image_settings
+from tests.models.golden_server import GOLDEN
 
 _CONFIG = {
     "vision_config": {"patch_size": 16, "spatial_merge_size": 2},
@@ -69,3 +70,30 @@ def test_pseudo_ids_tell_images_apart() -> None:
     assert ids[:5] == image_token_ids(4, 4, pixels, 5, vocab_size=1000)
     others = image_token_ids(2, 8, pixels, 20, 1000), image_token_ids(4, 4, pixels[::-1], 20, 1000)
     assert all(not set(ids) & set(other) for other in others)
+
+
+@pytest.mark.parametrize(
+    ("family", "side", "expansion"),
+    [("gemma3", 8, ("\n\n", 241, 240, 242, "\n\n")), ("gemma4", 12, (241, 240, 242))],
+)
+def test_gemma_writes_tokens_around_an_image(
+    family: str, side: int, expansion: tuple[int | str, ...]
+) -> None:
+    settings = read_image_settings(GOLDEN / "vision" / family)
+    assert settings is not None
+    assert settings.side_multiple == side
+    assert settings.expansion == expansion
+    assert settings.placeholder_id == (241 if family == "gemma3" else 240)
+
+
+def test_other_image_settings_of_gemma_are_named(tmp_path: Path) -> None:
+    config = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "vision_config": {"image_size": 896, "patch_size": 14},
+    }
+    for preprocessor, named in (
+        ({"do_pan_and_scan": True}, "do_pan_and_scan"),
+        ({"size": {"height": 224, "width": 224}}, "896"),
+    ):
+        with pytest.raises(ModelConfigError, match=named):
+            read_image_settings(_folder(tmp_path, preprocessor, **config))

@@ -13,6 +13,9 @@ from tests.models.golden_server import GOLDEN, TOLERANCE
     ("family", "tp"),
     [
         ("qwen3_vl", 1),
+        ("gemma3", 1),
+        ("gemma4", 1),
+        pytest.param("gemma4_moe", 2, marks=pytest.mark.long),
         pytest.param("qwen3_vl", 2, marks=pytest.mark.long),
         pytest.param("qwen3_5", 1, marks=pytest.mark.long),
     ],

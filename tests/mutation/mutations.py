@@ -4545,6 +4545,18 @@ MUTATIONS = (
         "first.tobytes(), b'')",
     ),
     Mutation(
+        "compute an image in two steps that must not be split",
+        _PLANNER,
+        "count = self.whole_len(row, num_planned + min(wanted, room)) - num_planned",
+        "count = min(wanted, room)",
+    ),
+    Mutation(
+        "leave a part of an image to the next step to fill a shape",
+        _BUILDER,
+        "if builder.whole_len(row, count - excess) < count - excess:",
+        "if not count:",
+    ),
+    Mutation(
         "keep the images of a retracted request pinned",
         _RANK,
         "        self.images.unpin(row)\n",

@@ -8,6 +8,7 @@ import pytest
 from sgl_jax.core.image_input import ImageInput
 from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.scheduler_args import SchedulerArgs
+from sgl_jax.scheduler.events import Configure
 from tests.scheduler.driver import Driver, forced_retract, generate, make_sizes
 
 FIRST_ID = 1 << 20  # of pseudo-ids: above the vocabulary and the rows of the table
@@ -34,28 +35,43 @@ def request(rid: str, rng: random.Random, max_new_tokens: int = 6) -> GenerateRe
     return generate(rid, tokens, max_new_tokens, images=tuple(images))
 
 
+@pytest.mark.parametrize("whole_images", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_images_are_read_where_they_were_written(seed: int) -> None:
+def test_images_are_read_where_they_were_written(seed: int, *, whole_images: bool) -> None:
+    """With `whole_images`, the oracle checks that no step computes a part of an image, also where
+    steps have fewer prompt tokens than an image, or a shape would be filled exactly without it."""
     rng = random.Random(seed)
     sizes = make_sizes(
         dp_size=rng.choice([1, 2]),
         page_size=rng.choice([1, 4]),
         num_pages=rng.choice([24, 60]),
         num_rows=5,
-        max_chunk_tokens=rng.choice([3, 8]),
+        max_chunk_tokens=rng.choice([4 if whole_images else 3, 8]),
         max_draft_tokens=rng.choice([0, 2]),
         max_context_len=64,
-    )._replace(image_slots=SLOTS, max_images=4, max_image_tokens=8, image_token_side=8)
+    )
+    sizes = sizes._replace(
+        image_slots=SLOTS,
+        max_images=4,
+        max_image_tokens=8,
+        image_token_side=8,
+        whole_images=whole_images,
+        step_token_shapes=(*range(2, sizes.max_step_tokens, 4), sizes.max_step_tokens),
+    )
     args = SchedulerArgs(**forced_retract(rng.choice([0, 2, 3])))
     driver = Driver(sizes, args, max_unread=rng.choice([0, 1, 2]))
     for number in range(60):
         driver.submit(request(f"r{number}", rng))
+        if rng.random() < 0.1:
+            chunk_tokens = rng.randint(1, sizes.max_chunk_tokens)
+            driver.scheduler.handle(Configure(args, chunk_tokens))
         for _ in range(rng.randrange(4)):
             driver.step()
         if rng.random() < 0.1:
             driver.abort(f"r{rng.randrange(number + 1)}")
         for rank in driver.scheduler.ranks:
             rank.images.audit(rank.running.active.tolist())
+    driver.scheduler.handle(Configure(args, 1))
     driver.run()
     for rid, finish in driver.finish.items():
         expected = driver.oracle.expected_output(driver.prompts[rid], 6)

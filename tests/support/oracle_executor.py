@@ -90,6 +90,7 @@ class OracleExecutor(FakeExecutor):
             {} for _ in range(sizes.dp_size)
         ]
         # The tokens of images in the table of vectors: their pixels begin with them.
+        self._image_lists: dict[tuple[int, int], Int32Array] = {}  # by rank and row
         self._images = [np.zeros(sizes.image_slots, np.int32) for _ in range(sizes.dp_size)]
         self._page_tables = PageTables(sizes)
         self._states = [StateOracle(sizes, rank) for rank in range(sizes.dp_size)]
@@ -212,6 +213,7 @@ class OracleExecutor(FakeExecutor):
             spelled = np.frombuffer(image.pixels, np.int32)[: len(image.slots)]
             self._images[rank][image.slots] = spelled
         for admission in plan.admissions:
+            self._image_lists[rank, admission.row] = admission.images
             min_len = admission.prompt_len + admission.sampling.min_new_tokens
             self._stops[rank][admission.row] = admission.stop_token_ids, min_len
             start, end = admission.start, admission.start + len(admission.tokens)
@@ -233,7 +235,10 @@ class OracleExecutor(FakeExecutor):
         return np.where(is_image, self._images[rank][np.where(is_image, slots, 0)], tokens)
 
     def _check_images(self, rank: int, row: int, start: int, end: int) -> None:
-        """The images that a row reads are still in the table."""
+        """The images that a row reads are still in the table, and none is split if none may be."""
+        firsts, counts = self._image_lists[rank, row].T[:2]
+        if self.sizes.whole_images and np.any((firsts < end) & (end < firsts + counts)):
+            raise ContentError(f"rank {rank}, row {row}: a chunk ends at {end}, within an image")
         read = self._tokens[rank][row].copy()
         read[start:end] = self._as_read(rank, read[start:end])
         hashes = self._hashes[rank][row].copy()

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from PIL import Image
@@ -170,3 +171,26 @@ def test_detail_bounds_the_area() -> None:
     data = file_of(500, 500)
     assert array_of(decoded(data)).shape == (128, 128, 3)
     assert array_of(decoded(data, max_area=96 * 96)).shape == (96, 96, 3)
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "expected"),
+    # As transformers' `Gemma4ImageProcessorPil` resizes with 280 tokens of 48 x 48 pixels.
+    [(37, 53, (624, 960)), (896, 896, (768, 768)), (10, 700, (96, 6720)), (1, 400, (48, 13440))],
+)
+def test_a_budget_is_filled_with_the_ratio_of_the_sides(
+    height: int, width: int, expected: tuple[int, int]
+) -> None:
+    sizes = {"patch_size": 16, "merge_size": 3, "max_pixels": 280 * 48**2, "fit": "budget"}
+    settings = msgspec.structs.replace(SETTINGS, min_pixels=48**2, **sizes)
+    assert fitted_size(height, width, settings) == expected
+    square = msgspec.structs.replace(SETTINGS, fit="square")
+    assert fitted_size(height, width, square, max_area=64) == (128, 128)
+
+
+def test_placeholders_are_expanded_as_the_processor_does() -> None:
+    settings = msgspec.structs.replace(SETTINGS, written_id=3, expansion=("\n\n", 3, 7, 4, "\n\n"))
+    texts = {3: "<begin>", 4: "<end>", 7: "<image>"}
+    written = settings.expanded("a\n<begin>b<image>", texts.__getitem__)
+    assert written == "a\n\n\n<begin><image><end>\n\nb<image>"
+    assert SETTINGS.expanded("<image>", texts.__getitem__) == "<image>"

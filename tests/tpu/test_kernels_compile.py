@@ -4,6 +4,7 @@ Nothing runs. What can go wrong is refused here: an operation or an alignment th
 lacks, memory that does not suffice, a cache that is copied.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -39,19 +40,20 @@ class Shape(NamedTuple):
     sliding_window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    num_spans: int = 0  # of each row
 
 
 def assert_compiles_in_place(shape, mesh):
     """The attention call of one layer, its cache donated."""
 
-    def run(q, k, v, cache, layer, sinks, *rows):
+    def run(q, k, v, cache, layer, sinks, spans, *rows):
         return ragged_paged_attention(
             q,
             k,
             v,
             cache,
             layer,
-            AttentionBatch.build(*rows, shape.tokens, shape.max_drafts),
+            replace(AttentionBatch.build(*rows, shape.tokens, shape.max_drafts), spans=spans),
             ScoreOptions(shape.head_dim**-0.5, shape.sliding_window, shape.soft_cap, sinks),
         )
 
@@ -68,6 +70,7 @@ def assert_compiles_in_place(shape, mesh):
         cache,
         struct(jnp.int32),
         struct(jnp.float32, shape.q_heads) if shape.sinks else None,
+        struct(jnp.int32, shape.rows, shape.num_spans, 2) if shape.num_spans else None,
         struct(jnp.int32, shape.rows, pages),
         struct(jnp.int32, shape.rows),
         struct(jnp.int32, shape.rows),
@@ -97,6 +100,13 @@ def test_every_generation_compiles_a_cache_of_8_bits(generation, tpu_mesh):
 @pytest.mark.parametrize("generation", generations())
 def test_every_generation_compiles_a_mixed_step(generation, tpu_mesh):
     assert_compiles_in_place(Shape(tokens=2048), tpu_mesh(generation))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("generation", generations())
+def test_every_generation_compiles_spans(generation, tpu_mesh):
+    shape = Shape(tokens=2048, sliding_window=1024, head_dim=256, q_heads=8, kv_heads=4)
+    assert_compiles_in_place(shape._replace(num_spans=64), tpu_mesh(generation))
 
 
 @pytest.mark.long

@@ -12,7 +12,7 @@ import msgspec
 
 from sgl_jax.core.engine_messages import TokenLogprobs
 from sgl_jax.core.errors import ContextLengthError, InvalidRequestError
-from sgl_jax.core.image_input import ImageInput
+from sgl_jax.core.image_input import ImageInput, ImageSettings
 from sgl_jax.core.messages import GenerateRequest, SessionTurn
 from sgl_jax.core.request_limits import (
     MAX_PRIORITY,
@@ -136,6 +136,10 @@ class RequestChecks:
         """Return the token ids of a prompt. Raises `InvalidRequestError` if `check_text` fails."""
         self.check_text(text)
         return self._tokenizer.encode(text)
+
+    def expand_images(self, text: str, settings: ImageSettings) -> str:
+        """Return `text` with what the model's processor writes for each placeholder of an image."""
+        return settings.expanded(text, self._tokenizer.text_of)
 
     def prepare(
         self,

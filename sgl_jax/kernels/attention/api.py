@@ -20,7 +20,8 @@ MAX_ROW_PAGES = 32_768
 
 
 class RaggedPagedAttention(Protocol):
-    """Write this step's K and V into the cache, then attend causally over each row's KV.
+    """Write this step's K and V into the cache, then attend causally over each row's KV. Queries
+    of chunks also see the later keys of their spans (`AttentionBatch.spans`).
 
     Without K and V, the cache holds those of this step already.
     """

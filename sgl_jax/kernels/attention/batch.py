@@ -21,6 +21,10 @@ class AttentionBatch(TokenRows):
     """The rows of a step with their pages; a pytree of arrays."""
 
     page_table: jax.Array  # int32 [B, P] page ids; entries after a row's last page are ignored
+    # int32 [B, n, 2] spans of each row, first and end, in order; unused ones begin after all
+    # tokens. A query of a chunk also sees the later keys of its span, all of which the cache has
+    # after this step. None: each query sees no later key.
+    spans: jax.Array | None = None
 
     @classmethod
     def build(
@@ -35,6 +39,18 @@ class AttentionBatch(TokenRows):
         """Derive the per-token indices with `TokenRows.of`, and add the page table."""
         rows = TokenRows.of(kv_starts, q_lens, num_decode, num_tokens, max_draft_tokens)
         return cls(page_table=page_table, **vars(rows))
+
+
+def last_seen(positions: jax.Array, spans: jax.Array | None) -> jax.Array:
+    """Return the last keys that queries of a row at `positions`, int32 [...], see.
+
+    `spans` are int32 [n, 2], those of the row in `AttentionBatch.spans`.
+    """
+    if spans is None:
+        return positions
+    firsts, ends = spans[:, 0], spans[:, 1]
+    is_inside = (positions[..., None] >= firsts) & (positions[..., None] < ends)
+    return jnp.maximum(positions, jnp.max(jnp.where(is_inside, ends - 1, 0), axis=-1))
 
 
 # The score of a masked key. It is finite, so that a block with only masked scores gives no NaN: the

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from sgl_jax.kernels.attention.batch import MASKED, NULL_PAGE, ScoreOptions
+from sgl_jax.kernels.attention.batch import MASKED, NULL_PAGE, ScoreOptions, last_seen
 
 
 class CachedLayer(Protocol):
@@ -77,19 +77,19 @@ class VisibleKeys(NamedTuple):
         kv_len: jax.Array,
         num_queries: int,
         options: ScoreOptions,
+        spans: jax.Array | None = None,
     ) -> "VisibleKeys":
         """Return the keys of block `block` that a row's queries from position `q_start` on see.
 
-        The row has `kv_len` keys. All three are int32 [...].
+        The row has `kv_len` keys. All three are int32 [...]; [] with `spans`, see `last_seen`.
         """
         keys = block[..., None] * block_keys + jnp.arange(block_keys, dtype=jnp.int32)
         ahead = jnp.arange(num_queries, dtype=jnp.int32)
         # Queries past the row's end see the keys of its last query, never an unused slot.
         queries = jnp.minimum(q_start[..., None] + ahead, kv_len[..., None] - 1)
         firsts = first_visible(queries, options)
-        seen = (keys[..., None, :] <= queries[..., None]) & (
-            keys[..., None, :] >= firsts[..., None]
-        )
+        lasts = queries if spans is None else jnp.minimum(last_seen(queries, spans), kv_len - 1)
+        seen = (keys[..., None, :] <= lasts[..., None]) & (keys[..., None, :] >= firsts[..., None])
         return cls(seen, (keys < kv_len[..., None]) & (keys >= firsts[..., :1]))
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sgl_jax.kernels.attention.batch import NULL_PAGE, AttentionBatch, ScoreOptions
+from sgl_jax.kernels.attention.batch import NULL_PAGE, AttentionBatch, ScoreOptions, last_seen
 from sgl_jax.kernels.attention.cache_dtype import as_float32, is_packed, new_slots
 from sgl_jax.kernels.attention.key_blocks import (
     BlockTable,
@@ -264,16 +264,20 @@ class _QueryBlocks(NamedTuple):
         block_keys = self.table.pages_per_block * self.cached.page_size
         queries = scaled_queries(block, self.cached.kv_heads, self.options)
         q_start, kv_len = batch.kv_starts[row] + first, batch.kv_starts[row] + batch.q_lens[row]
+        spans = None if batch.spans is None else batch.spans[row]
 
         def key_block(index: jax.Array, state: Partial) -> Partial:
             keys = VisibleKeys.of(
-                index, block_keys, q_start, kv_len, self.num_queries, self.options
+                *(index, block_keys, q_start, kv_len, self.num_queries, self.options), spans
             )
             pages = self.table.pages(row, index)
             return merge(state, attend_block(queries, self.cached, pages, keys, self.options))
 
         first_block = first_visible(q_start, self.options) // block_keys
-        stop_block = -(-jnp.minimum(q_start + self.num_queries, kv_len) // block_keys)
+        stop = jnp.minimum(q_start + self.num_queries, kv_len)
+        if spans is not None:
+            stop = jnp.minimum(last_seen(stop - 1, spans) + 1, kv_len)
+        stop_block = -(-stop // block_keys)
         nothing = no_keys(queries.shape[:-1], self.cached, self.num_queries, self.options)
         state = lax.fori_loop(first_block, stop_block, key_block, nothing)
         return divided(state, self.num_queries)

@@ -1,5 +1,6 @@
 """Ragged batches for the TPU's attention kernels: drawn, built, and judged by float64."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -33,6 +34,7 @@ class Program(NamedTuple):
     rows: int = 6
     tokens: int = 64
     max_len: int = 160  # tokens of a row
+    num_spans: int = 0  # of each row with a chunk, at most
 
     def as_cached(self, x: np.ndarray) -> np.ndarray:
         """x as the cache's array holds it; 8 bits hold normal numbers alone, zero and NaN."""
@@ -99,6 +101,7 @@ class Problem(NamedTuple):
     q_lens: np.ndarray
     num_decode: np.int32
     sinks: np.ndarray | None
+    spans: np.ndarray | None
 
 
 def build(case: Case) -> Problem:
@@ -138,7 +141,18 @@ def build(case: Case) -> Problem:
         q_lens,
         np.int32(len(case.decodes)),
         sinks,
+        _spans(rng, case) if program.num_spans else None,
     )
+
+
+def _spans(rng: np.random.Generator, case: Case) -> np.ndarray:
+    """Spans of the rows with chunks, also in their cached tokens or across their ends."""
+    spans = np.full((case.program.rows, case.program.num_spans, 2), 2**31 - 1, np.int32)
+    for row, (start, length) in enumerate(case.prefills, len(case.decodes)):
+        borders = rng.permutation(start + length + 1)[: 2 * case.program.num_spans]
+        own = np.sort(borders)[: len(borders) // 2 * 2].reshape(-1, 2)
+        spans[row, : len(own)] = own
+    return spans
 
 
 def _keys_and_values(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
@@ -165,7 +179,7 @@ def make_batch(problem: Problem, program: Program) -> AttentionBatch:
     lengths = problem.kv_starts + problem.q_lens
     used = -(-lengths // program.page_size)
     columns = jnp.arange(problem.page_table.shape[1])
-    return AttentionBatch.build(
+    batch = AttentionBatch.build(
         jnp.where(columns < used[:, None], problem.page_table, NO_PAGE),
         problem.kv_starts,
         problem.q_lens,
@@ -173,6 +187,7 @@ def make_batch(problem: Problem, program: Program) -> AttentionBatch:
         program.tokens,
         program.max_drafts,
     )
+    return replace(batch, spans=problem.spans)
 
 
 def expected(problem: Problem, program: Program) -> tuple[np.ndarray, np.ndarray]:
@@ -185,6 +200,7 @@ def expected(problem: Problem, program: Program) -> tuple[np.ndarray, np.ndarray
         LAYER,
         *problem[4:7],
         **program.options._replace(sinks=problem.sinks)._asdict(),
+        spans=problem.spans,
     )
 
 

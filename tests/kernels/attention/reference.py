@@ -24,6 +24,7 @@ def ragged_paged_attention(
     soft_cap: float | None = None,
     sinks: NDArray | None = None,
     is_chunked: bool = False,
+    spans: NDArray | None = None,
 ) -> tuple[Float64Array, Float64Array]:
     """Same meaning and shapes as `api.RaggedPagedAttention`; returns (out, kv_cache).
 
@@ -33,16 +34,24 @@ def ragged_paged_attention(
     kv_heads, page_size = cache.shape[2] // 2, cache.shape[3]
     q_heads = q.shape[1]
     out = np.zeros(q.shape, np.float64)
+    queries = [
+        (row, position)
+        for row, q_len in enumerate(q_lens)
+        for position in range(kv_starts[row], kv_starts[row] + q_len)
+    ]
+    for token, (row, position) in enumerate(queries):
+        page = page_table[row, position // page_size]
+        cache[layer, page, :kv_heads, position % page_size] = k[token]
+        cache[layer, page, kv_heads:, position % page_size] = v[token]
     token = 0
     for row, q_len in enumerate(q_lens):
         for position in range(kv_starts[row], kv_starts[row] + q_len):
-            page = page_table[row, position // page_size]
-            cache[layer, page, :kv_heads, position % page_size] = k[token]
-            cache[layer, page, kv_heads:, position % page_size] = v[token]
+            own = [] if spans is None else spans[row]
+            end = max((end for begin, end in own if begin <= position < end), default=0)
             first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
             if is_chunked:
                 first = position // sliding_window * sliding_window
-            seen = np.arange(first, position + 1)
+            seen = np.arange(first, max(position + 1, end))
             pages, slots = page_table[row, seen // page_size], seen % page_size
             for head in range(q_heads):
                 kv_head = head // (q_heads // kv_heads)

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgl_jax.kernels.attention.batch import AttentionBatch, ScoreOptions
-from sgl_jax.kernels.attention.xla import ragged_paged_attention
-from tests.kernels.attention import reference
+from sgl_jax.kernels.attention.xla import attend_invariantly, ragged_paged_attention
+from tests.kernels.attention import problems, reference
 from tests.kernels.attention.problems import as_float8
+from tests.support.long import long
 
 LAYERS, PAGES, HEAD_DIM, KV_HEADS = 2, 2048, 8, 2
 ROWS, TOKENS = 6, 320  # buckets, so that few programs are compiled
@@ -156,6 +157,25 @@ def test_agrees_with_float64_on_any_ragged_batch(case):
     assert np.isfinite(out).all()
     # All pages but the null page, which padding may fill with anything.
     np.testing.assert_allclose(cache[:, 1:], expected_cache[:, 1:], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [50, *long(None)])
+@pytest.mark.parametrize("attend", [None, *long(attend_invariantly)])
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_queries_see_the_later_keys_of_their_spans(window, attend, data):
+    program = problems.Program(
+        *(16, 2, 2, 8), sliding_window=window, rows=4, tokens=256, max_len=280, num_spans=4
+    )
+    case = data.draw(problems.cases([program], max_decodes=1, max_prefills=3, max_chunk=80))
+    problem = problems.build(case)
+    batch = problems.make_batch(problem, program)
+    out, _ = jax.jit(ragged_paged_attention, static_argnums=(6,), static_argnames="attend")(
+        *problem[:4], jnp.int32(problems.LAYER), batch, program.options, attend=attend
+    )
+    want, _ = problems.expected(problem, program)
+    num_tokens = problem.q_lens.sum()
+    np.testing.assert_allclose(out[:num_tokens], want[:num_tokens], rtol=0, atol=2e-5)
 
 
 def test_bfloat16_accumulates_in_float32():

@@ -61,6 +61,7 @@ from sgl_jax.kernels.attention.tpu.shared import (
     Rows,
     Shape,
     Softmax,
+    Spans,
     TokenBuffers,
     div,
 )
@@ -126,7 +127,7 @@ def prefill_attention(
     ]
     kernel = partial(_kernel, (shape, blocks, options._replace(sinks=None)))
     hbm = PagedArrays(batch.page_table[:, None], kv_cache, q)
-    scalars, in_vmem = (Rows.of(batch, layer),), (sinks, expansion)
+    scalars, in_vmem = (Rows.of(batch, layer), Spans.of(batch)), (sinks, expansion)
     (out,) = call(kernel, "paged_prefill", scalars, in_vmem, hbm, 1, scratch)
     return out
 
@@ -134,6 +135,7 @@ def prefill_attention(
 def _kernel(
     static: tuple[Shape, PrefillBlocks, ScoreOptions],
     rows: Rows,
+    spans: Spans | None,
     sinks: Any,
     expansion: Expansion | None,
     hbm: PagedArrays,
@@ -144,8 +146,8 @@ def _kernel(
     softmax: Softmax,
 ) -> None:
     pages = Pages(rows, hbm, page_buffers)
-    inputs = rows, sinks, expansion, tokens
-    kernel = Prefill(*static, *inputs, next_rows, pages, buffers, softmax)
+    inputs = rows, spans, sinks
+    kernel = Prefill(*static, *inputs, expansion, tokens, next_rows, pages, buffers, softmax)
     first_row = find_next_rows(kernel)
 
     @pl.when(first_row < kernel.no_row)

@@ -19,6 +19,7 @@ from sgl_jax.kernels.attention.tpu.shared import (
     Rows,
     Shape,
     Softmax,
+    Spans,
     TokenBuffers,
     across,
     converted,
@@ -41,6 +42,7 @@ class Prefill(NamedTuple):
     blocks: PrefillBlocks
     options: ScoreOptions
     rows: Rows
+    spans: Spans | None
     sinks: Any  # float32 [H, G, 1, 128] in powers of two, or None
     expansion: Expansion | None
     tokens: Any  # [T, q_heads, D] in HBM: queries, then results
@@ -53,6 +55,12 @@ class Prefill(NamedTuple):
     def no_row(self) -> int:
         """Return B, which stands for "no row"."""
         return self.next_rows.shape[0] - 1
+
+    def last_seen(self, row: Any, positions: Any) -> Any:
+        """Return the last keys that queries of `row` at `positions` see."""
+        if self.spans is None:
+            return positions
+        return self.spans.last_seen(row, positions, self.rows.kv_len(row))
 
     @property
     def transposed(self) -> int:
@@ -85,13 +93,13 @@ class QueryBlock(NamedTuple):
         num_tokens = jnp.minimum(rows.q_len(row) - done, num_queries)
         position = rows.kv_starts[row] + done
         last = position + num_tokens - 1
-        stop = div(last, num_keys) + 1
+        stop = div(kernel.last_seen(row, last), num_keys) + 1
         first = clear = jnp.int32(0)
         if options.sliding_window is not None:
             first = div(jnp.maximum(options.first_seen(position), 0), num_keys)
             edge = jnp.maximum(options.first_seen(last), 0)
             clear = jnp.minimum(div(edge + num_keys - 1, num_keys), stop)
-        num_clear = jnp.maximum(div(position + 1, num_keys) - clear, 0)
+        num_clear = jnp.maximum(div(kernel.last_seen(row, position) + 1, num_keys) - clear, 0)
         token = rows.q_offsets[row] + done
         return cls(row, table, token, position, num_tokens, first, stop, clear, num_clear)
 
@@ -185,7 +193,10 @@ def attend_masked(kernel: Prefill, work: Work, keys: Any) -> None:
     """Call `attend` for each part of a block of keys that at least one of the queries sees."""
     block, options, part = work.block, kernel.options, kernel.blocks.part_keys
     begin = keys * kernel.blocks.keys
-    seen = jnp.minimum(block.position + block.num_tokens - begin, kernel.blocks.keys)
+    end = block.position + block.num_tokens
+    if kernel.spans is not None:
+        end = kernel.last_seen(block.row, end - 1) + 1
+    seen = jnp.minimum(end - begin, kernel.blocks.keys)
     first_part = jnp.int32(0)
     if options.sliding_window is not None:
         first_part = div(jnp.maximum(options.first_seen(block.position) - begin, 0), part)
@@ -233,10 +244,18 @@ def seen_keys(kernel: Prefill, work: Work) -> jax.Array:
     tile, options = (1, work.num_tokens, work.num_keys), kernel.options
     query = lax.broadcasted_iota(jnp.int32, tile, 1) + (work.block.position + work.first)
     key = lax.broadcasted_iota(jnp.int32, tile, 2) + work.position
-    seen = key <= query
+    seen = key <= _last_seen_keys(kernel, work, query)
     if options.sliding_window is not None:
         seen &= key >= options.first_seen(query)
     return seen
+
+
+def _last_seen_keys(kernel: Prefill, work: Work, query: jax.Array) -> jax.Array:
+    """Return the last keys that queries at `query`, int32 [1, tokens, keys], see."""
+    if kernel.spans is None:
+        return query
+    lasts = kernel.last_seen(work.block.row, query[..., :LANES])
+    return jnp.concatenate([lasts] * max(1, query.shape[2] // LANES), axis=2)
 
 
 def attend_head(kernel: Prefill, work: Work, head: Any, seen: jax.Array | None) -> None:

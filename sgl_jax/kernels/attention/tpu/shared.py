@@ -74,6 +74,34 @@ class Rows(NamedTuple):
         return self.kv_starts[row] + self.q_len(row)
 
 
+class Spans(NamedTuple):
+    """The n spans of each row (`AttentionBatch.spans`), in scalar memory like `Rows`."""
+
+    bounds: Any  # int32 [B * n * 2]: first and end of each
+    met: Any  # int32 [B * 2]: the first span after the row's cached keys, and its first later one
+
+    @classmethod
+    def of(cls, batch: AttentionBatch) -> "Spans | None":
+        if batch.spans is None:
+            return None
+        firsts, ends = batch.spans[..., 0], batch.spans[..., 1]
+        begin, end = batch.kv_starts[:, None], (batch.kv_starts + batch.q_lens)[:, None]
+        met = [jnp.sum(ends <= begin, axis=1), jnp.sum(firsts < end, axis=1)]
+        return cls(batch.spans.reshape(-1), jnp.stack(met, axis=1).astype(jnp.int32).reshape(-1))
+
+    def last_seen(self, row: Any, positions: Any, kv_len: Any) -> Any:
+        """Return the last keys that queries of `row`, which has `kv_len` keys, see."""
+        num = self.bounds.shape[0] // self.met.shape[0]
+
+        def widen(i: Any, lasts: Any) -> Any:
+            at = 2 * (row * num + i)
+            first, end = self.bounds[at], jnp.minimum(self.bounds[at + 1], kv_len)
+            is_inside = (positions >= first) & (positions < end)
+            return jnp.where(is_inside, end - 1, lasts)
+
+        return lax.fori_loop(self.met[2 * row], self.met[2 * row + 1], widen, positions)
+
+
 class CacheSlots(NamedTuple):
     """The places of keys and values in a cache."""
 

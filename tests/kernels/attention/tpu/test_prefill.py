@@ -122,6 +122,36 @@ def test_many_more_batches_agree_with_float64_without_races(mode, case):
     check(case, compiled(case.program, MODES[mode]))
 
 
+SPANS = (
+    Program(page_size=16, kv_heads=1, group=2, rows=4, tokens=256, max_len=280, num_spans=4),
+    Program(
+        *(64, 1, 3, 64),
+        sliding_window=50,
+        rows=4,
+        tokens=256,
+        max_len=280,
+        num_spans=3,
+    ),
+)
+
+
+@pytest.mark.parametrize("program", [SPANS[1], *long(SPANS[0])])
+@pytest.mark.parametrize("mode", ["lazy", *long("eager")])
+def test_queries_see_the_later_keys_of_their_spans(program, mode):
+    """Of several chunks, one with the end of a span that began in its cached tokens."""
+    run = compiled(program, MODES[mode])
+    for seed in range(2):
+        check(Case(program, [(9, 1)], [(190, 70), (0, 80), (130, 3)], 0, seed), run)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", MODES)
+@settings(max_examples=60, deadline=None)
+@given(case=cases(SPANS, max_decodes=1, max_prefills=3, max_chunk=MAX_CHUNK))
+def test_spans_of_many_more_batches_are_seen(mode, case):
+    check(case, compiled(case.program, MODES[mode]))
+
+
 @pytest.mark.parametrize(
     ("program", "mode"),
     [(EIGHT_BITS[1], "eager"), pytest.param(EIGHT_BITS[0], "lazy", marks=pytest.mark.long)],
