@@ -31,7 +31,7 @@ HALVED_AFTER = 8  # turnovers after which hits, and the adaptive shadow's counts
 _FIRST_LEAD, _GROWTH, _MOST_LEAD = 0.17, 1.5, 0.58
 # The cache returns to LRU when it has lost the first part of the cache size in hits, compared with
 # LRU's shadow, and later when it has lost another second part. Of gains, the third part counts.
-_MOST_LOST, _MORE_LOST, _MOST_GAINED = 0.07, 0.03, 0.1
+_MOST_LOST, _MORE_LOST, _MOST_GAINED = 0.07, 0.065, 0.1
 NONE = -1
 
 _PAGE_FIELDS = [
@@ -248,6 +248,7 @@ def _choose(state: Record) -> None:
     most_lost = max(state.most_lost, state.size * _MOST_LOST)
     if best in (ADAPTIVE, LFU) and state.num_lost > most_lost:
         state.num_failures[best] += 1
+        state.hits[best] = state.hits[LRU]  # or it would be followed again at once
         state.num_changes += 1
         state.leading_policy = best = LRU
     for shadow in range(NUM_SHADOWS):
