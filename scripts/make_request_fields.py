@@ -39,13 +39,15 @@ from sgl_jax.server.apis.messages import (
     Thinking,
 )
 from sgl_jax.server.apis.native import AbortBody, GenerateBody, NativeSampling
-from sgl_jax.server.apis.responses import (
+from sgl_jax.server.apis.response_items import (
     CallItem,
     CallOutputItem,
     InputText,
     ItemReference,
     MessageItem,
     ReasoningInput,
+)
+from sgl_jax.server.apis.responses import (
     ReasoningOptions,
     ResponsesBody,
     TextFormat,

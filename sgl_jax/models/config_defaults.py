@@ -355,57 +355,23 @@ def renamed(raw: Mapping[str, Any]) -> dict[str, Any]:
     return rename(raw)
 
 
-def is_hybrid(raw: Mapping[str, Any]) -> bool:
-    """Return True for architectures with recurrent layers."""
-    return "linear_conv_kernel_dim" in _DEFAULTS.get(text_architecture(raw), {})
+def _by_field(*names: str) -> Callable[[Mapping[str, Any]], bool]:
+    """Return a test of config fields: True for architectures with one of the fields `names`."""
+
+    def has_field(raw: Mapping[str, Any]) -> bool:
+        return not _DEFAULTS.get(text_architecture(raw), {}).keys().isdisjoint(names)
+
+    return has_field
 
 
-def has_state_spaces(raw: Mapping[str, Any]) -> bool:
-    """Return True for architectures with state space layers (Mamba-2)."""
-    defaults = _DEFAULTS.get(text_architecture(raw), {})
-    return "mamba_n_heads" in defaults or "mamba_num_heads" in defaults
-
-
-def has_single_parts(raw: Mapping[str, Any]) -> bool:
-    """Return True for architectures with layers of either attention, recurrence or feed-forward."""
-    return "layers_block_type" in _DEFAULTS.get(text_architecture(raw), {})
-
-
-def has_multipliers(raw: Mapping[str, Any]) -> bool:
-    """Return True for architectures with factors of embeddings, scores, residuals and logits."""
-    return "residual_multiplier" in _DEFAULTS.get(text_architecture(raw), {})
-
-
-def rotates_partly(raw: Mapping[str, Any]) -> bool:
-    """Return True for architectures that may rotate only a part of each head."""
-    return "partial_rotary_factor" in _DEFAULTS.get(text_architecture(raw), {})
-
-
-def leaves_layers_unrotated(raw: Mapping[str, Any]) -> bool:
-    """Return True for architectures with attention layers that do not rotate queries and keys."""
-    return "no_rope_layer_interval" in _DEFAULTS.get(text_architecture(raw), {})
-
-
-def chooses_qk_norm(raw: Mapping[str, Any]) -> bool:
-    """Return True for architectures with a field for the norms of queries and keys."""
-    return "use_qk_norm" in _DEFAULTS.get(text_architecture(raw), {})
-
-
-def has_chunks(raw: Mapping[str, Any]) -> bool:
-    """Return True for architectures with attention to the tokens of a chunk."""
-    return "attention_chunk_size" in _DEFAULTS.get(text_architecture(raw), {})
-
-
-def has_head_sizes_by_layer(raw: Mapping[str, Any]) -> bool:
-    """Return True for architectures whose layers may have heads of unlike sizes."""
-    return "global_head_dim" in _DEFAULTS.get(text_architecture(raw), {})
-
-
-def has_latents(raw: Mapping[str, Any]) -> bool:
-    """Return True for architectures with latent attention."""
-    return "kv_lora_rank" in _DEFAULTS.get(text_architecture(raw), {})
-
-
-def has_indexer(raw: Mapping[str, Any]) -> bool:
-    """Return True for architectures with attention to tokens that an indexer chooses."""
-    return "index_topk" in _DEFAULTS.get(text_architecture(raw), {})
+is_hybrid = _by_field("linear_conv_kernel_dim")  # recurrent layers with a delta rule
+has_state_spaces = _by_field("mamba_n_heads", "mamba_num_heads")  # Mamba-2
+has_single_parts = _by_field("layers_block_type")  # attention, recurrence or feed-forward
+has_multipliers = _by_field("residual_multiplier")  # of embeddings, scores, residuals and logits
+rotates_partly = _by_field("partial_rotary_factor")  # a part of each head may be rotated
+leaves_layers_unrotated = _by_field("no_rope_layer_interval")
+chooses_qk_norm = _by_field("use_qk_norm")
+has_chunks = _by_field("attention_chunk_size")  # attention to the tokens of a chunk
+has_head_sizes_by_layer = _by_field("global_head_dim")
+has_latents = _by_field("kv_lora_rank")
+has_indexer = _by_field("index_topk")  # attention to tokens that an indexer chooses

@@ -75,10 +75,7 @@ class LiveRequests:
         self.gate = ProgramGate()
         self.deadlines = Deadlines(args.waiting_timeout, args.request_timeout)
         self.sessions: SessionService[Request] = SessionService(
-            ranks.memories,
-            self.by_rid,
-            self._known_tokens,
-            args,
+            ranks.memories, self.by_rid, self._known_tokens, args
         )
         self._outputs = outputs
         self._probe: str | None = None  # its rid

@@ -49,7 +49,8 @@ _MAX_TRIES = 5
 _RETRY_S = 0.05  # the delay grows by this with each try
 Ids: TypeAlias = "array[int]"  # int32: a list takes nine times the memory, and is slow to build
 _Done: TypeAlias = TokenIds | DecodedImage | Probed
-_Work: TypeAlias = "tuple[Job, asyncio.Future[_Done]]"
+_Answers: TypeAlias = "list[asyncio.Future[_Done]]"
+_Work: TypeAlias = "tuple[Job, asyncio.Future[_Done], _Answers]"  # with all answers of its request
 # What a job does, for the error that it took too long.
 _WORK: dict[type[Job], str] = {
     EncodeTexts: "the tokenizer",
@@ -114,21 +115,33 @@ class TextPool:
 
     async def _answers(self, client: str, jobs: Sequence[Job]) -> list[_Done]:
         loop = asyncio.get_running_loop()
-        answers: list[asyncio.Future[_Done]] = [loop.create_future() for _ in jobs]
+        answers: _Answers = [loop.create_future() for _ in jobs]
         self.num_open += 1
         try:
             for job, answer in zip(jobs, answers, strict=True):
-                self._queue.put(client, (job, answer))
+                self._queue.put(client, (job, answer, answers))
             return [await answer for answer in answers]
         finally:
             self.num_open -= 1
+            self._pixel_bytes -= _pixel_bytes_in(answers)
             for answer in answers:
-                if answer.done() and not answer.cancelled() and answer.exception() is None:
-                    self._pixel_bytes -= _pixel_bytes_of(answer.result())
                 answer.cancel()
 
-    def _hold(self, answer: _Done) -> None:
+    def _hold(self, answer: _Done, answers: _Answers) -> None:
+        """Count an answer; `answers` are those of its request.
+
+        Raises:
+            InvalidRequestError: the request has more pixels than could ever be held.
+            ApiError: 503, there are too many of all requests now.
+        """
         num_bytes = _pixel_bytes_of(answer)
+        if not num_bytes:
+            return
+        if _pixel_bytes_in(answers) + num_bytes > _MAX_PIXEL_BYTES:
+            raise InvalidRequestError(
+                f"the images of a request may have {_MAX_PIXEL_BYTES // 3} pixels after resizing: "
+                "send fewer or smaller ones"
+            )
         if self._pixel_bytes + num_bytes > _MAX_PIXEL_BYTES:
             raise ApiError(503, "the server holds too many images", code="too_many_bytes")
         self._pixel_bytes += num_bytes
@@ -136,11 +149,11 @@ class TextPool:
     async def _serve(self) -> None:
         with contextlib.closing(_Worker(self._workers)) as worker:
             while True:
-                client, (job, answer) = await self._queue.get()
+                client, (job, answer, answers) = await self._queue.get()
                 try:
                     result = None if answer.done() else await worker.do(job)
                     if result is not None and not answer.done():
-                        self._hold(result)
+                        self._hold(result, answers)
                         answer.set_result(result)
                 except Exception as error:
                     if not isinstance(error, (ApiError, InvalidRequestError)):
@@ -153,6 +166,11 @@ class TextPool:
 
 def _pixel_bytes_of(answer: _Done) -> int:
     return len(answer.pixels) if isinstance(answer, DecodedImage) else 0
+
+
+def _pixel_bytes_in(answers: _Answers) -> int:
+    done = (answer for answer in answers if answer.done() and not answer.cancelled())
+    return sum(_pixel_bytes_of(answer.result()) for answer in done if answer.exception() is None)
 
 
 class _Worker:

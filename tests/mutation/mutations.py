@@ -250,8 +250,20 @@ MUTATIONS = (
     Mutation(
         "a shadow counts a hit of no page",
         _SHADOWS,
-        "            state.hits[shadow] += 1\n",
+        "            state.hits[shadow] += is_prefix\n",
         "",
+    ),
+    Mutation(
+        "count pages in shadows that no prefix ends with",
+        _SHADOWS,
+        "            state.hits[shadow] += is_prefix\n",
+        "            state.hits[shadow] += 1\n",
+    ),
+    Mutation(
+        "follow an order whatever the cache loses to LRU",
+        _SHADOWS,
+        "            num_lost -= index - start < cached[path]\n",
+        "            num_lost = -state.hits[LRU]\n",
     ),
     Mutation(
         "the shadow of LFU has the order of LRU",

@@ -377,12 +377,24 @@ async def test_a_request_of_images_leaves_no_pixels_behind(seeing: Rig) -> None:
     await asking
 
 
-async def test_too_many_pixels_wait_for_the_client(
-    seeing: Rig, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("place", ["server.text_pool", "engine.front.pending_requests"])
+async def test_too_many_pixels_of_one_request_are_its_fault_and_of_all_are_not(
+    seeing: Rig, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    for place in ("server.text_pool", "engine.front.pending_requests"):
-        with monkeypatch.context() as patch:
-            patch.setattr(f"sgl_jax.{place}._MAX_PIXEL_BYTES", 3 * 64 * 64 - 1)
-            await ask(seeing, [part(RED_URI)], 503)
-            assert seeing.refs.texts._pixel_bytes == 0
-        await ask(seeing, [part(RED_URI)])
+    limit = f"sgl_jax.{place}._MAX_PIXEL_BYTES"
+    monkeypatch.setattr(limit, 3 * 64 * 64 - 1)
+    await ask(seeing, [part(RED_URI)], 400)
+    assert seeing.refs.texts._pixel_bytes == 0
+    monkeypatch.setattr(limit, 3 * 64 * 64)
+    await ask(seeing, [part(RED_URI)])
+    await ask(seeing, [part(RED_URI)] * 2, 400)
+    seeing.engine.stand_still()
+    first = asyncio.ensure_future(ask(seeing, [part(RED_URI)]))
+    while not seeing.front.num_open:
+        await asyncio.sleep(0.01)
+    seeing.refs.texts._pixel_bytes += 1  # of a request whose other images are not decoded yet
+    await ask(seeing, [part(RED_URI)], 503)
+    seeing.refs.texts._pixel_bytes -= 1
+    seeing.engine.go_on()
+    await first
+    await ask(seeing, [part(RED_URI)])

@@ -43,9 +43,11 @@ def copies(text: str, kept: set[tuple[int, ...]], num_tokens: int) -> list[str]:
 
     What is fused is not written, what is fetched into VMEM is no copy, and neither is what is
     changed in place. An array with an axis of `num_tokens` is one of activations, and so is what is
-    gathered, or what a Pallas kernel makes: lines of experts may be as large as some weight.
+    gathered, or what a Pallas kernel makes: lines of experts may be as large as some weight. The
+    states of one slot in all layers are copied to another slot, and may be as large, too.
     """
     sizes = {math.prod(shape) for shape in kept}
+    slots = [[shape[0], 1, *shape[2:]] for shape in kept if len(shape) == 5]
     fused, in_place = set(_FUSED.findall(text)), _updates_in_place(text)
     found, here = [], ""
     for line in text.splitlines():
@@ -64,7 +66,8 @@ def copies(text: str, kept: set[tuple[int, ...]], num_tokens: int) -> list[str]:
             shape = [int(dim) for dim in dims.split(",")]
             num_bytes = math.prod(shape) * int(bits) // 8
             is_large = num_bytes > MAX_COPY_BYTES and _IN_VMEM not in layout
-            if is_large and math.prod(shape) in sizes and num_tokens not in shape:
+            is_other = num_tokens in shape or shape in slots
+            if is_large and math.prod(shape) in sizes and not is_other:
                 found.append(f"{instruction[1]} = {instruction[2]} in {here}")
     return found
 

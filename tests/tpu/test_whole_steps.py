@@ -82,6 +82,8 @@ LAYOUTS = (
     ("qwen3-next-80b-a3b", "v5p-8", 1, 4, None, "decode"),
     ("qwen3-next-80b-a3b", "v6e-8", 1, 8, None, "mixed"),
     ("qwen3-next-80b-a3b", "tpu7x-8", 1, 8, None, "decode"),
+    ("granite-4.0-h-small", "v6e-4", 1, 4, None, "mixed"),
+    ("nemotron-3-nano-30b-a3b", "tpu7x-2", 1, 1, None, "decode"),
 )
 
 
@@ -145,42 +147,39 @@ def _compile(
 
 
 def _compiled_layers(engine):
-    """How many layers the program has, and how many of the model's run in no loop."""
+    """The specifications of the layers of which the program has code, one for each copy of the
+    code, and of those that run in no loop."""
+    specs, outside = [], []
     in_turn = engine.config.build_options.unrolled_layers
-    compiled = outside = 0
     for segment in engine.placed.model.scan_segments:
         turns = min(max(1, in_turn // segment.period), segment.repeats)
         rest = segment.repeats % turns
-        compiled += segment.period * (turns + rest)
+        period = engine.config.model.layers[segment.first : segment.first + segment.period]
+        specs += period * (turns + rest)
         # A loop of one turn is none.
-        outside += segment.period * (segment.repeats if turns == segment.repeats else rest)
-    return compiled, outside
+        outside += period * (segment.repeats if segment.repeats // turns == 1 else rest)
+    return specs, outside
 
 
 def _expected_kernels(engine, is_normal, num_tokens):
-    """How often the program has each of a layer's kernels; every layer has experts or none, and
-    every layer of a period has a cache or none."""
+    """How often the program has each of a layer's kernels."""
     model = engine.config.model
-    compiled, _ = _compiled_layers(engine)
-    sharing = sum(
-        segment.period
-        for segment in engine.placed.model.scan_segments
-        if model.layers[segment.first].cache_source is not None
-    )
-    recurrent = sum(spec.recurrence is not None for spec in model.layers) * compiled
-    recurrent //= len(model.layers)
-    kernels = ["paged_write", "paged_decode", "paged_prefill"]
-    if model.head_dim % LANES == 0:
-        kernels.append(NORMALISED_NAME if is_normal else PLAIN_NAME)
-    of_states = ("causal_conv", "gated_delta_decode", "gated_delta_prefill")
-    expected = Counter(
-        dict.fromkeys(kernels, compiled - recurrent) | dict.fromkeys(of_states, recurrent)
-    )
-    expected["paged_write"] -= sharing
-    if model.moe is not None:
-        expected |= {NAME: 3 * compiled, PLAN_NAME: compiled, CHOOSE_NAME: compiled}
-        if num_tokens <= UNDIVIDED_TOKENS:
-            expected |= dict.fromkeys((SORT_NAME, GATHER_NAME, GATE_NAME, ADD_NAME), compiled)
+    specs, _ = _compiled_layers(engine)
+    expected: Counter[str] = Counter()
+    for spec in specs:
+        if spec.recurrence is not None:
+            kind = "gated_delta" if spec.state_space is None else "state_space"
+            expected.update(["causal_conv", f"{kind}_decode", f"{kind}_prefill"])
+        elif spec.has_attention:
+            expected.update(["paged_decode", "paged_prefill"])
+            expected.update(["paged_write"] * (spec.cache_source is None))
+            if model.head_dim % LANES == 0:
+                expected.update([NORMALISED_NAME if is_normal else PLAIN_NAME])
+        if spec.moe is not None:
+            is_gated = model.activation != "relu2"
+            expected.update([NAME] * (2 + is_gated) + [PLAN_NAME, CHOOSE_NAME])
+            if num_tokens <= UNDIVIDED_TOKENS:
+                expected.update([SORT_NAME, GATHER_NAME, ADD_NAME] + [GATE_NAME] * is_gated)
     return expected
 
 
@@ -238,12 +237,16 @@ def test_a_step_fits_its_chip_copies_nothing_and_exchanges_no_more_than_it_must(
         sizes.add(2 * activations)
     assert {c.num_bytes for c in in_layers} == sizes
     expected = {
-        ("all-reduce", True): 2 * (config.num_layers - outside),
+        ("all-reduce", True): 2 * (config.num_layers - len(outside)),
         # The embedding; and, of several ranks, a flag: whether one of them needs rows of logits.
-        ("all-reduce", False): 2 * outside + 1 + (dp > 1),
+        ("all-reduce", False): 2 * len(outside) + 1 + (dp > 1),
         ("all-gather", False): 1,  # each chip's best token of its slice of the vocabulary
     }
-    assert exchanges == expected
+    # Sums of squares: the output of a state-space layer is normalized over all chips' channels.
+    spaces = [sum(spec.state_space is not None for spec in each) for each in (config.layers, outside)]
+    expected["all-gather", False] += spaces[1]
+    expected["all-gather", True] = spaces[0] - spaces[1]
+    assert exchanges == Counter(expected)
 
 
 def _several_steps(model, topology, tp, layers, rows=64, **settings):
@@ -427,7 +430,8 @@ def test_unlike_layers_are_compiled_once_for_a_turn_and_nothing_is_copied():
     assert copies(program.as_text(), shapes_kept(engine), bucket.tokens) == []
     assert cost.temp_bytes < engine.config.logit_bytes
     # Of a loop over pairs two in a turn, and the four that follow; half of a pair has experts.
-    assert _compiled_layers(engine) == (4 + 4, 4)
+    specs, outside = _compiled_layers(engine)
+    assert (len(specs), len(outside)) == (4 + 4, 4)
     kernels = Counter(cost.kernels)
     assert kernels["paged_decode"] == 4 + 4
     assert kernels[NAME] == 3 * 2

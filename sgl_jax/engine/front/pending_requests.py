@@ -43,10 +43,16 @@ class PendingRequests:
         `pixel_bytes` is the size of the next one's images.
 
         Raises:
-            InvalidRequestError: there are too many of them to be ever accepted together.
+            InvalidRequestError: there are too many of them to be ever accepted together, or too
+                many pixels.
             QueueFullError: the engine's queue is full, or has too many images.
             TenantQueueFullError: the tenant's share of the queue is full.
         """
+        if pixel_bytes > _MAX_PIXEL_BYTES:
+            raise InvalidRequestError(
+                f"the images of a request may have {_MAX_PIXEL_BYTES} bytes, got {pixel_bytes}",
+                "images",
+            )
         if pixel_bytes and sum(self._pixel_bytes.values()) + pixel_bytes > _MAX_PIXEL_BYTES:
             raise QueueFullError(
                 f"the images of waiting requests would exceed {_MAX_PIXEL_BYTES} bytes"

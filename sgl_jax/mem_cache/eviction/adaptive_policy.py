@@ -224,7 +224,7 @@ class AdaptivePolicy(EvictionPolicy):
 
     def begin(self, node: TreeNode) -> list[UseRun]:
         node.return_class = FIRST_CLASS
-        self._go_along(node, node.last_access)
+        self._go_along(node, node.last_access, was_cached=False)
         pages = self._ghosts.recall(node.page_hashes)
         if pages is None:
             return [UseRun(len(node.key), 0)]
@@ -251,7 +251,7 @@ class AdaptivePolicy(EvictionPolicy):
 
     def use(self, node: TreeNode, now: int) -> None:
         """Count a reuse and move the node to the next class."""
-        self._go_along(node, now)
+        self._go_along(node, now, was_cached=True)
         if node.return_class == REPLACED or node.return_class >= EXCHANGED:
             self._expect(node, FIRST_CLASS)
         self._num_reused[node.num_uses] += len(node.page_hashes)
@@ -260,13 +260,13 @@ class AdaptivePolicy(EvictionPolicy):
                 self.discard(node)
             node.num_uses += 1
 
-    def _go_along(self, node: TreeNode, now: int) -> None:
+    def _go_along(self, node: TreeNode, now: int, *, was_cached: bool) -> None:
         """Add `node` to the open path if its parent was used last; otherwise start another path."""
         if node.parent is not self._path_end:
             self._end_path()
             if self._shadows.is_due:
                 self._follow(self._shadows.read())
-        self._shadows.use(node.page_hashes, now, self.now_s)
+        self._shadows.use(node.page_hashes, now, self.now_s, was_cached=was_cached)
         node.used_s = self.now_s
         self._path_end = node
 

@@ -3,7 +3,8 @@
 A shadow sees all requests. It has the size of the real cache or, if that is large, of a sample:
 only pages with a hash that ends in zeros, in a proportionally smaller cache (Waldspurger et al.
 2015). The shadow with the most hits over the last few turnovers becomes the `leading_policy`, once
-it leads clearly.
+it leads clearly. If the cache itself has fewer hits than the shadow of LRU, the leading policy
+becomes LRU.
 
 - `ADAPTIVE`: the order of `adaptive_policy.py`, with separate counts and ghosts.
 - `LRU`: least recently used first.
@@ -59,14 +60,16 @@ class ShadowCaches:
         self._states["size"], self._states["num_ghosts"] = size, num_ghosts
         self._states["num_buckets"] = 1 << num_known.bit_length() - 1
         # Unread edges; the last may belong to an open path. For each ended path: the number of
-        # edges up to its end, the time of its use, also in seconds, and its class of expected
-        # return, or `NONE` if it was used.
+        # edges up to its end, the pages at its beginning that were cached, the time of its use,
+        # also in seconds, and its class of expected return, or `NONE` if it was used.
         self._edges: list[UInt64Array] = []
         self._ends: list[int] = []
+        self._cached: list[int] = []
         self._times: list[int] = []
         self._seconds: list[float] = []
         self._classes: list[int] = []
         self._num_unread = 0  # pages
+        self._num_cached = 0  # pages of the open path
         # Reading this many pages at once costs little more than reading a few.
         self._most_unread = num_pages // UNREAD_PART
         self.path_used_at = 0
@@ -74,28 +77,38 @@ class ShadowCaches:
         self.clear()
 
     def clear(self) -> None:
-        for unread in (self._edges, self._ends, self._times, self._seconds, self._classes):
-            unread.clear()
-        self._num_unread = 0
+        self._edges.clear()
+        self._forget_ends()
+        self._num_unread = self._num_cached = 0
         state, pages = self._states[0], self._pages
         state.queues, state.counts = NONE, 1.0
         state.num_pages = state.hits = 0
         state.free = state.num_left = state.num_seen = state.num_paths = 0
         state.leading_policy = state.num_changes = 0
+        state.num_lost = state.most_lost = 0
+        state.num_failures = 0
         pages["num_uses"] = pages["bucket"] = pages["ghost"] = NONE
         pages["next"] = np.arange(1, len(pages) + 1)
         pages["next"][-1] = NONE
         self.leading_policy, self.has_changed = ADAPTIVE, False
 
+    def _forget_ends(self) -> None:
+        for ended in (self._ends, self._cached, self._times, self._seconds, self._classes):
+            ended.clear()
+
     @property
     def is_due(self) -> bool:
         return self._num_unread > self._most_unread
 
-    def use(self, hashes: UInt64Array, now: int, now_s: float = 0.0) -> None:
+    def use(
+        self, hashes: UInt64Array, now: int, now_s: float = 0.0, *, was_cached: bool = False
+    ) -> None:
         """Extend the open path by pages with these prefixes. A path is read as a whole: otherwise
         LFU would evict some of its new pages for the rest."""
         self._edges.append(hashes)
         self._num_unread += len(hashes)
+        if was_cached:
+            self._num_cached += len(hashes)
         self.path_used_at, self._used_s = now, now_s
 
     def end_path(self) -> None:
@@ -110,6 +123,8 @@ class ShadowCaches:
 
     def _end(self, return_class: int) -> None:
         self._ends.append(len(self._edges))
+        self._cached.append(self._num_cached)
+        self._num_cached = 0
         self._times.append(self.path_used_at)
         self._seconds.append(self._used_s)
         self._classes.append(return_class)
@@ -122,13 +137,13 @@ class ShadowCaches:
         edges, self._edges = self._edges[: self._ends[-1]], self._edges[self._ends[-1] :]
         num_pages = np.array(list(accumulate(map(len, edges), initial=0)))
         self._num_unread -= int(num_pages[-1])
-        ends, times = num_pages[self._ends], np.array(self._times)
-        seconds, classes = np.array(self._seconds), np.array(self._classes)
-        for unread in (self._ends, self._times, self._seconds, self._classes):
-            unread.clear()
+        columns = (self._cached, self._times, self._seconds, self._classes)
+        ends, (cached, times, seconds, classes) = num_pages[self._ends], map(np.array, columns)
+        self._forget_ends()
         hashes = np.concatenate(edges).view(np.int64)
         gone = read_paths(
-            hashes, ends, times, seconds, classes, self._mask, self._pages, self._states
+            *(hashes, ends, cached, times, seconds, classes),
+            *(self._mask, self._pages, self._states),
         )
         if self._states["num_changes"][0] == num_changes:
             return gone

@@ -29,6 +29,9 @@ HALVED_AFTER = 8  # turnovers after which hits, and the adaptive shadow's counts
 # up to the last part. Equal shadows may hold different pages, and each change costs the hits of a
 # cache that must fill again.
 _FIRST_LEAD, _GROWTH, _MOST_LEAD = 0.17, 1.5, 0.58
+# The cache returns to LRU when it has lost the first part of the cache size in hits, compared with
+# LRU's shadow, and later when it has lost another second part. Of gains, the third part counts.
+_MOST_LOST, _MORE_LOST, _MOST_GAINED = 0.07, 0.065, 0.1
 NONE = -1
 
 _PAGE_FIELDS = [
@@ -59,6 +62,10 @@ _STATE_FIELDS = [
     ("num_left", np.int64),  # pages evicted from the adaptive shadow
     ("num_seen", np.int64),  # pages since hits were halved
     *(("num_paths", np.int64), ("leading_policy", np.int64), ("num_changes", np.int64)),
+    # Hits of LRU's shadow that the cache did not have, how many let it return to LRU, and how often
+    # they did, by the order that it left.
+    *(("num_lost", np.int64), ("most_lost", np.int64)),
+    ("num_failures", np.int64, NUM_SHADOWS),
 ]
 PAGE, STATE = np.dtype((np.record, _PAGE_FIELDS)), np.dtype((np.record, _STATE_FIELDS))
 Record: TypeAlias = Any
@@ -231,15 +238,31 @@ def _make_room(shadow: int, now: int, pages: Records, state: Record) -> int:
 
 @_compiled("(state,)")
 def _choose(state: Record) -> None:
-    """Change the leading policy if another leads clearly; halve the hits after some turnovers."""
+    """Change the leading policy if another leads clearly, or to LRU if the cache has lost too much;
+    halve the hits after some turnovers.
+
+    Losses are those of the cache, which follows a shadow with a delay. `RETURN` is exempt: its hits
+    come in bursts, when conversations continue.
+    """
     best = state.leading_policy
+    most_lost = max(state.most_lost, state.size * _MOST_LOST)
+    if best in (ADAPTIVE, LFU) and state.num_lost > most_lost:
+        state.num_failures[best] += 1
+        state.hits[best] = state.hits[LRU]  # or it would be followed again at once
+        state.num_changes += 1
+        state.leading_policy = best = LRU
     for shadow in range(NUM_SHADOWS):
         if state.hits[shadow] > state.hits[best]:
             best = shadow
     lead = state.hits[best] - state.hits[state.leading_policy]
-    if lead > state.size * min(_MOST_LEAD, _FIRST_LEAD * _GROWTH**state.num_changes):
+    num_changes = state.num_changes  # without failures of other orders
+    for shadow in range(NUM_SHADOWS):
+        if shadow != best:
+            num_changes -= state.num_failures[shadow]
+    if lead > state.size * min(_MOST_LEAD, _FIRST_LEAD * _GROWTH**num_changes):
         state.leading_policy = best
         state.num_changes += 1
+        state.most_lost = state.num_lost + int(state.size * _MORE_LOST)
     if state.num_seen >= HALVED_AFTER * state.size:
         state.num_seen = 0
         for shadow in range(NUM_SHADOWS):
@@ -255,16 +278,18 @@ def _read(
     pages: Records,
     state: Record,
 ) -> Int64Array:
-    """Read pages into one shadow at time `now`; return the hashes of the evicted pages."""
+    """Read pages into one shadow at time `now`; return the hashes of the evicted pages. A page
+    after an absent one is no hit, since no prefix ends with it."""
     num_uses = np.zeros(len(read), np.int64)
     is_new = np.zeros(len(read), np.bool_)
+    is_prefix = True
     for i in range(len(read)):
         page = read[i]
         uses = pages[page].num_uses[shadow]
         if uses >= 0:
             _unlink(page, shadow, pages, state)
             state.num_pages[shadow] -= 1
-            state.hits[shadow] += 1
+            state.hits[shadow] += is_prefix
             if shadow == ADAPTIVE:
                 state.counts[0, uses] += 1
                 num_uses[i] = min(uses + 1, NUM_CLASSES - 1)
@@ -273,7 +298,7 @@ def _read(
             elif shadow == RETURN:
                 num_uses[i] = FIRST_CLASS if uses == REPLACED else uses
             continue
-        is_new[i] = True
+        is_new[i], is_prefix = True, False
         if shadow == RETURN:
             num_uses[i] = FIRST_CLASS
         if shadow == ADAPTIVE and _is_ghost(page, pages, state):
@@ -314,11 +339,13 @@ def _expect(hashes: Int64Array, return_class: int, pages: Records, state: Record
 
 
 @_compiled(
-    "(int64[::1], int64[::1], int64[::1], float64[::1], int64[::1], int64, page[::1], state[::1])"
+    "(int64[::1], int64[::1], int64[::1], int64[::1], float64[::1], int64[::1], int64, page[::1], "
+    "state[::1])"
 )
 def read_paths(
     hashes: Int64Array,
     ends: Int64Array,
+    cached: Int64Array,
     times: Int64Array,
     seconds: Float64Array,
     classes: Int64Array,
@@ -328,9 +355,10 @@ def read_paths(
 ) -> Int64Array:
     """Read one path after another into all shadows; return hashes that left the leading one.
 
-    `ends` are the ends of the paths in `hashes`, `times` and `seconds` their times of use. A path
-    with a class other than `NONE` is not read: its pages get this class of expected return. A hash
-    with a bit of `mask` set is outside the sample.
+    `ends` are the ends of the paths in `hashes`, `cached` the pages at their beginnings that were
+    cached, `times` and `seconds` their times of use. A path with a class other than `NONE` is not
+    read: its pages get this class of expected return. A hash with a bit of `mask` set is outside
+    the sample.
     """
     assert len(ends) == len(times)
     assert ends[-1] == len(hashes)
@@ -348,8 +376,9 @@ def read_paths(
         state.now_s = seconds[path]
         read = np.empty(end - start, np.int64)
         last_uses = np.empty(end - start, np.int64)
-        num_read = 0
-        for page_hash in hashes[start:end]:
+        num_read, num_lost = 0, -state.hits[LRU]
+        for index in range(start, end):
+            page_hash = hashes[index]
             if page_hash & mask:
                 continue
             page = _place(page_hash, pages, state)
@@ -360,6 +389,7 @@ def read_paths(
             pages[page].last_path, pages[page].last_use = state.num_paths, now
             pages[page].used_s = state.now_s
             num_read += 1
+            num_lost -= index - start < cached[path]
         start = end
         read, last_uses = read[:num_read], last_uses[:num_read]
         for shadow in range(NUM_SHADOWS):
@@ -369,6 +399,8 @@ def read_paths(
                 num_left += len(gone)
         for page in read:
             _free(page, pages, state)
+        num_lost += state.num_lost + state.hits[LRU]
+        state.num_lost = max(num_lost, -int(state.size * _MOST_GAINED))
         state.num_seen += num_read
         _choose(state)
     return left[:num_left]
