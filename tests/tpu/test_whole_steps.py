@@ -243,7 +243,9 @@ def test_a_step_fits_its_chip_copies_nothing_and_exchanges_no_more_than_it_must(
         ("all-gather", False): 1,  # each chip's best token of its slice of the vocabulary
     }
     # Sums of squares: the output of a state-space layer is normalized over all chips' channels.
-    spaces = [sum(spec.state_space is not None for spec in each) for each in (config.layers, outside)]
+    spaces = [
+        sum(spec.state_space is not None for spec in each) for each in (config.layers, outside)
+    ]
     expected["all-gather", False] += spaces[1]
     expected["all-gather", True] = spaces[0] - spaces[1]
     assert exchanges == Counter(expected)
