@@ -104,6 +104,8 @@ class EngineConfig(NamedTuple):
     def build_options(self) -> BuildOptions:
         simulates = self.platform == "cpu" and self.args.attention_backend == "pallas"
         on_tpu = self.platform == "tpu"
+        is_invariant = self.args.enable_deterministic_inference
+        choose = invariant_kernels if is_invariant else kernels_of
         return BuildOptions(
             dtype=self.dtype,
             ep_size=self.args.ep_size,
@@ -111,11 +113,7 @@ class EngineConfig(NamedTuple):
             counts_experts=self._counts_experts,
             returns_experts=self.args.enable_return_routed_experts,
             shards_weights=self.args.weight_sharding == "data",
-            kernels=(
-                invariant_kernels(self.platform)
-                if self.args.enable_deterministic_inference
-                else kernels_of(self.platform, self.args.attention_backend)
-            ),
+            kernels=choose(self.platform, self.args.attention_backend),
             has_kv_scales=self._has_kv_scales,
             widens_int4=self.platform == "cpu",
             # Elsewhere, a program reads a layer's weights out of the stack in place.

@@ -28,7 +28,7 @@ from sgl_jax.executor.image_patches import image_words, write_vectors
 from sgl_jax.executor.layout import DPLayout
 from sgl_jax.executor.row_tables import DeviceRows, piece_words, write_piece
 from sgl_jax.executor.step import Computed, RankStep, StepState, compute_step, draw_step, run_step
-from sgl_jax.kernels.row_blocks import invariant_rows
+from sgl_jax.kernels.row_blocks import block_rows_of, invariant_rows
 from sgl_jax.layers.mesh_axes import DATA_AXIS, MESH_AXES, TENSOR_AXIS
 from sgl_jax.models.decoder import CausalLM
 
@@ -296,7 +296,8 @@ class Programs:
             check_vma=False,  # jax cannot prove that a rank's chips agree
         )
         # In the mesh context, kernels see the target chip, even if it is absent.
-        with jax.set_mesh(self._mesh), invariant_rows(active=self._is_invariant):
+        block_rows = block_rows_of(platform_of(self._mesh)) if self._is_invariant else 0
+        with jax.set_mesh(self._mesh), invariant_rows(block_rows):
             return jax.jit(sharded, donate_argnums=donated).lower(*arguments)
 
     def _compiler_options(self, bucket: Bucket) -> dict[str, bool | str]:
@@ -318,11 +319,15 @@ class Programs:
         """Return XLA options for TPUs; figures are in docs/measurements/planning.md.
 
         In loops, a TPU7x's compiler prefers bfloat16 in tiles of 16 rows, but arrays arrive in
-        tiles of 8, so every step would begin with a copy of all layers' weights.
+        tiles of 8, so every step would begin with a copy of all layers' weights. With excess
+        precision, a fusion omits the roundings within it, and shapes have different fusions.
         """
+        options: dict[str, bool | str] = {}
         if self._mesh.devices.flat[0].device_kind == "TPU7x":
-            return {"xla_tpu_control_large_2nd_minor_layout_for_x16": False}
-        return {}
+            options["xla_tpu_control_large_2nd_minor_layout_for_x16"] = False
+        if self._is_invariant:
+            options["xla_allow_excess_precision"] = False
+        return options
 
     def _on_mesh(self, leaf: Any, spec: P) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(self._mesh, spec)

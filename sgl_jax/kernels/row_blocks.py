@@ -17,48 +17,77 @@ from jax import lax
 from jax.typing import DTypeLike
 
 BLOCK_ROWS = 16
-# XLA removes a loop of one iteration, or moves code that has the same inputs in all iterations out
-# of it, and may then compute a block together with other code. So the number of iterations is
-# hidden from it, and blocks are parts of arrays of at least two.
-LEAST_BLOCKS = 2
+# A TPU multiplies this many rows in about the time in which it reads the matrix.
+TPU_BLOCK_ROWS = 256
 
-_is_active: ContextVar[bool] = ContextVar("invariant_rows", default=False)
+# Rows of a block; 0 if rows are not computed in blocks.
+_block_rows: ContextVar[int] = ContextVar("invariant_rows", default=0)
+# The number of the block that is traced, int32 [].
+_block: ContextVar[jax.Array | None] = ContextVar("row_block", default=None)
+
+
+def block_rows_of(platform: str) -> int:
+    """Return the rows of a block on "cpu", "gpu" or "tpu"."""
+    return TPU_BLOCK_ROWS if platform == "tpu" else BLOCK_ROWS
 
 
 @contextmanager
-def invariant_rows(*, active: bool = True) -> Iterator[None]:
-    """Trace `row_wise` functions in blocks in this context, like `jax.default_matmul_precision`."""
-    token = _is_active.set(active)
+def invariant_rows(block_rows: int = BLOCK_ROWS) -> Iterator[None]:
+    """Trace `row_wise` functions in blocks in this context, like `jax.default_matmul_precision`.
+
+    If `block_rows` is 0, they are traced without blocks.
+    """
+    token = _block_rows.set(block_rows)
     try:
         yield
     finally:
-        _is_active.reset(token)
+        _block_rows.reset(token)
 
 
-def row_wise(function: Callable[..., Any], *arrays: jax.Array) -> Any:
+def are_rows_invariant() -> bool:
+    """Return True within `invariant_rows`, outside of blocks."""
+    return _block_rows.get() > 0
+
+
+def bound_to_block(x: jax.Array) -> jax.Array:
+    """Return x, which the compiler cannot move out of the loop if a block is traced."""
+    number = _block.get()
+    return x if number is None else lax.optimization_barrier((x, number))[0]
+
+
+def row_wise(
+    function: Callable[..., Any], *arrays: jax.Array, most_rows: int = TPU_BLOCK_ROWS
+) -> Any:
     """Apply a function that maps arrays [rows, ...] row by row, in blocks if rows are invariant.
 
-    Its results are arrays [rows, ...] in any tree.
+    Its results are arrays [rows, ...] in any tree. Blocks have at most `most_rows` rows.
     """
-    if not _is_active.get():
+    # XLA removes a loop of one iteration, or moves code that has the same inputs in all iterations
+    # out of it, and may then compute a block together with other code. So the number of iterations
+    # is hidden from it, and inputs are bound to their block.
+    size = min(_block_rows.get(), most_rows)
+    if size == 0:
         return function(*arrays)
     num_rows = len(arrays[0])
-    num_blocks = -(-num_rows // BLOCK_ROWS)
-    more = max(LEAST_BLOCKS, num_blocks) * BLOCK_ROWS - num_rows
+    num_blocks = -(-num_rows // size)
+    more = num_blocks * size - num_rows
     padded = [jnp.pad(x, ((0, more), *((0, 0) for _ in x.shape[1:]))) for x in arrays]
 
     def of_block(number: jax.Array) -> Any:
-        block = [lax.dynamic_slice_in_dim(x, number * BLOCK_ROWS, BLOCK_ROWS) for x in padded]
-        with invariant_rows(active=False):
-            return function(*block)
+        token = _block.set(number)
+        try:
+            block = [lax.dynamic_slice_in_dim(x, number * size, size) for x in padded]
+            with invariant_rows(0):
+                return function(*map(bound_to_block, block))
+        finally:
+            _block.reset(token)
 
     def write(number: jax.Array, out: Any) -> Any:
-        start = number * BLOCK_ROWS
-        put = partial(lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
+        put = partial(lax.dynamic_update_slice_in_dim, start_index=number * size, axis=0)
         return jax.tree.map(put, out, of_block(number))
 
     def to_fill(block: jax.ShapeDtypeStruct) -> jax.Array:
-        return jnp.zeros((num_rows + more, *block.shape[1:]), block.dtype)
+        return lax.empty((num_rows + more, *block.shape[1:]), block.dtype)
 
     out = jax.tree.map(to_fill, jax.eval_shape(of_block, jnp.int32(0)))
     count = lax.optimization_barrier(jnp.int32(num_blocks))

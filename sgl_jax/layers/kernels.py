@@ -61,11 +61,19 @@ def kernels_from(calls: Mapping[str, Callable[..., Any]]) -> Kernels:
     return Kernels(**plain, expert_dispatch=DispatchKernels(**moves))
 
 
-def invariant_kernels(platform: str) -> Kernels:
-    """Return XLA's kernels for "cpu", "gpu" or "tpu" with results that depend, to the bit, only on
-    the tokens before a token in its request. See `kernels.row_blocks` for other layers."""
+def invariant_kernels(platform: str, backend: str) -> Kernels:
+    """Return the kernels of `kernels_of` with results that depend, to the bit, only on the tokens
+    before a token in its request. See `kernels.row_blocks` for other layers."""
+    kernels = kernels_of(platform, backend)
+    if backend == "pallas":
+        names = "attend", "attend_latents", "multiply_groups", "gated_delta", "state_space"
+        own = {name: partial(getattr(kernels, name), is_invariant=True) for name in names}
+        # A product that adds a token's lines orders them by their places in the step, and kernels
+        # compute gates in float32 in short steps only.
+        moves = kernels.expert_dispatch._replace(gate=XLA_MOVES.gate, add=XLA_MOVES.add)
+        return kernels._replace(**own, expert_dispatch=moves)
     attend = xla_attention.attend_invariantly
-    return kernels_of(platform, "xla")._replace(
+    return kernels._replace(
         attend=partial(xla_attention.ragged_paged_attention, attend=attend),
         attend_latents=partial(xla_latent_attention.latent_attention, attend=attend),
         multiply_groups=blocked_grouped_matmul,

@@ -30,5 +30,8 @@ def engine_programs(
     placed = place_model(model, mesh, config.build_options)
     state, row_params = config.state_shapes(pool_pages, mesh)
     sizes = config.sizes(pool_pages)
-    programs = Programs(placed.graphdef, placed.params, state, row_params, sizes, mesh)
+    programs = Programs(
+        *(placed.graphdef, placed.params, state, row_params, sizes, mesh),
+        is_invariant=args.enable_deterministic_inference,
+    )
     return EngineProgramsOnPaper(config, placed, state, programs)

@@ -34,6 +34,7 @@ from sgl_jax.kernels.tpu_chip import LANES, VMEM_LIMIT_BYTES
 
 MIN_LINES, MAX_LINES = 64, 512  # bounds for the lines of a tile
 NAME, PLAN_NAME = "grouped_matmul", "plan_visits"  # names of the kernels in compiled programs
+INVARIANT_LINES = 128  # lines of a tile, if results must not depend on the batch
 MAX_MATRIX_BYTES = 4 << 20  # limit for one of the two buffers
 
 
@@ -194,14 +195,21 @@ def tpu_grouped_matmul(
     *,
     transposed: bool,
     tiles: Tiles | None = None,
+    is_invariant: bool = False,
 ) -> jax.Array:
-    """Implement `interface.GroupedMatmul`; `tiles` default to `choose_tiles`."""
+    """Implement `interface.GroupedMatmul`; `tiles` default to `choose_tiles`.
+
+    With `is_invariant`, tiles have one size for any number of lines. A tile is multiplied whole, so
+    the bits of a line's result depend on no other line.
+    """
     num_lines, inputs = lines.shape
     num_groups = matrices.values.shape[1]
     outputs = matrices.values.shape[2 if transposed else 3]
     if tiles is None:
         itemsize = lines.dtype.itemsize  # a quantized matrix is converted to the lines' dtype
         tiles = choose_tiles(num_lines, num_groups, inputs, outputs, itemsize)
+        if is_invariant:
+            tiles = tiles._replace(lines=INVARIANT_LINES)
     tile, width = tiles
 
     def of_inputs_by_outputs(column: Any, visit: Any, visits: _Visits) -> Any:
