@@ -112,7 +112,7 @@ def choose_buckets(args: ServerArgs, platform: str) -> Buckets:
         shapes.append(Bucket(most, most))
     if args.enable_deterministic_inference:
         # Whole blocks of rows, which are the least that a layer computes.
-        least = block_rows_of(platform)
+        least = block_rows_of(args.attention_backend)
         most_rows = max(limits.rows, least)
         shapes = [Bucket(*(max(size, least) for size in shape)) for shape in shapes]
     capped = {Bucket(min(shape.rows, most_rows), shape.tokens) for shape in shapes}

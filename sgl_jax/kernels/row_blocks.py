@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,33 +20,55 @@ BLOCK_ROWS = 16
 # A TPU multiplies this many rows in about the time in which it reads the matrix.
 TPU_BLOCK_ROWS = 256
 
-# Rows of a block; 0 if rows are not computed in blocks.
-_block_rows: ContextVar[int] = ContextVar("invariant_rows", default=0)
+
+class Multiply(Protocol):
+    """Multiply rows with a matrix of a stack; the bits of a row's result depend on no other row."""
+
+    def __call__(
+        self,
+        x: jax.Array,
+        matrices: jax.Array,
+        layer: jax.Array,
+        *,
+        transposed: bool,
+        dtype: DTypeLike,
+    ) -> jax.Array:
+        """Multiply x [rows, in] with matrices[layer], [in, out] or, if `transposed`, [out, in]."""
+        ...
+
+
+class RowBlocks(NamedTuple):
+    """How rows are computed if a row's bits must not depend on other rows."""
+
+    num_rows: int = BLOCK_ROWS
+    multiply: Multiply | None = None  # in place of XLA's products
+
+
+# None if rows are not computed in blocks.
+_blocks: ContextVar[RowBlocks | None] = ContextVar("invariant_rows", default=None)
 # The number of the block that is traced, int32 [].
 _block: ContextVar[jax.Array | None] = ContextVar("row_block", default=None)
 
 
-def block_rows_of(platform: str) -> int:
-    """Return the rows of a block on "cpu", "gpu" or "tpu"."""
-    return TPU_BLOCK_ROWS if platform == "tpu" else BLOCK_ROWS
+def block_rows_of(backend: str) -> int:
+    """Return the rows of a block with kernels of "pallas" or "xla"."""
+    return TPU_BLOCK_ROWS if backend == "pallas" else BLOCK_ROWS
 
 
 @contextmanager
-def invariant_rows(block_rows: int = BLOCK_ROWS) -> Iterator[None]:
-    """Trace `row_wise` functions in blocks in this context, like `jax.default_matmul_precision`.
-
-    If `block_rows` is 0, they are traced without blocks.
-    """
-    token = _block_rows.set(block_rows)
+def invariant_rows(blocks: RowBlocks | None) -> Iterator[None]:
+    """Trace `row_wise` functions in blocks in this context, like `jax.default_matmul_precision`;
+    with None, without blocks."""
+    token = _blocks.set(blocks)
     try:
         yield
     finally:
-        _block_rows.reset(token)
+        _blocks.reset(token)
 
 
-def are_rows_invariant() -> bool:
-    """Return True within `invariant_rows`, outside of blocks."""
-    return _block_rows.get() > 0
+def row_blocks() -> RowBlocks | None:
+    """Return the blocks within `invariant_rows`; None elsewhere, and within a block."""
+    return _blocks.get()
 
 
 def bound_to_block(x: jax.Array) -> jax.Array:
@@ -65,9 +87,10 @@ def row_wise(
     # XLA removes a loop of one iteration, or moves code that has the same inputs in all iterations
     # out of it, and may then compute a block together with other code. So the number of iterations
     # is hidden from it, and inputs are bound to their block.
-    size = min(_block_rows.get(), most_rows)
-    if size == 0:
+    blocks = _blocks.get()
+    if blocks is None:
         return function(*arrays)
+    size = min(blocks.num_rows, most_rows)
     num_rows = len(arrays[0])
     num_blocks = -(-num_rows // size)
     more = num_blocks * size - num_rows
@@ -77,8 +100,8 @@ def row_wise(
         token = _block.set(number)
         try:
             block = [lax.dynamic_slice_in_dim(x, number * size, size) for x in padded]
-            with invariant_rows(0):
-                return function(*map(bound_to_block, block))
+            with invariant_rows(None):
+                return lax.optimization_barrier(function(*map(bound_to_block, block)))
         finally:
             _block.reset(token)
 
@@ -95,11 +118,17 @@ def row_wise(
 
 
 def matmul(
-    x: jax.Array, matrix: jax.Array, preferred_element_type: DTypeLike | None = None
+    x: jax.Array, matrix: jax.Array, dtype: DTypeLike | None = None, *, transposed: bool = False
 ) -> jax.Array:
-    """Multiply x [rows, in] with a matrix [in, out], row-wise."""
+    """Multiply x [rows, in] with a matrix [in, out] or, if `transposed`, [out, in], row-wise."""
+    blocks = _blocks.get()
+    if blocks is not None and blocks.multiply is not None:
+        own, layer = dtype or x.dtype, jnp.int32(0)
+        return blocks.multiply(x, matrix[None], layer, transposed=transposed, dtype=own)
 
     def product(rows: jax.Array) -> jax.Array:
-        return jnp.matmul(rows, matrix, preferred_element_type=preferred_element_type)
+        own = matrix.T if transposed else matrix
+        return jnp.matmul(rows, own, preferred_element_type=dtype)
 
-    return row_wise(product, x)
+    result: jax.Array = row_wise(product, x)
+    return result

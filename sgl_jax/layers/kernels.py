@@ -25,6 +25,7 @@ from sgl_jax.kernels.latent_attention import xla as xla_latent_attention
 from sgl_jax.kernels.latent_attention.interface import PagedLatentAttention
 from sgl_jax.kernels.quantized_matmul.numbers import QuantizedMatmul
 from sgl_jax.kernels.quantized_matmul.xla import cpu_quantized_matmul, xla_quantized_matmul
+from sgl_jax.kernels.row_blocks import RowBlocks, block_rows_of
 from sgl_jax.kernels.state_space import xla as xla_state_space
 from sgl_jax.kernels.state_space.api import StateSpace
 from sgl_jax.layers.qkv_heads import QKVHeads, pallas_qkv_heads, xla_qkv_heads
@@ -80,6 +81,17 @@ def invariant_kernels(platform: str, backend: str) -> Kernels:
         gated_delta=partial(recur_by_token, xla_gated_delta.DELTA_RULE),
         state_space=partial(recur_by_token, xla_state_space.SPACE_RULE),
     )
+
+
+def invariant_row_blocks(platform: str, backend: str) -> RowBlocks:
+    """Return the blocks of rows, and their products, that belong to `invariant_kernels`."""
+    if backend == "xla":
+        return RowBlocks()
+    from sgl_jax.kernels.grouped_matmul.tpu import multiply_rows
+    from sgl_jax.kernels.pallas_tpu import simulated
+
+    multiply = multiply_rows if platform == "tpu" else simulated(multiply_rows)
+    return RowBlocks(block_rows_of(backend), multiply)
 
 
 def kernels_of(platform: str, backend: str) -> Kernels:

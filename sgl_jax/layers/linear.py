@@ -14,7 +14,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from sgl_jax.kernels.grouped_matmul.interface import GroupedMatmul, GroupMatrices
-from sgl_jax.kernels.row_blocks import row_wise
+from sgl_jax.kernels.row_blocks import row_blocks, row_wise
 from sgl_jax.layers.layer_weights import use_stacks, use_weight
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS, MeshAxes, scatter_sum, sum_over_tensor
 from sgl_jax.layers.parameter import parameter
@@ -80,8 +80,17 @@ def _product(x: jax.Array, weight: nnx.Param[Any], *, casts: bool = False) -> ja
     def of_rows(rows: jax.Array) -> jax.Array:
         return use_weight(weight, lambda matrix: multiply(rows, matrix))
 
-    result: jax.Array = row_wise(of_rows, x)
-    return result
+    blocks = row_blocks()
+    multiply_rows = None if blocks is None else blocks.multiply
+    if multiply_rows is None:
+        result: jax.Array = row_wise(of_rows, x)
+        return result
+
+    def by_kernel(stack: jax.Array, layer: jax.Array) -> jax.Array:
+        own = x.astype(stack.dtype)
+        return multiply_rows(own, stack, layer, transposed=False, dtype=own.dtype)
+
+    return use_stacks((weight,), by_kernel)
 
 
 class ExpertLinear(nnx.Module):

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import multihost_utils
 
-from sgl_jax.kernels.row_blocks import are_rows_invariant
+from sgl_jax.kernels.row_blocks import row_blocks
 
 DATA_AXIS = "data"  # data-parallel ranks
 TENSOR_AXIS = "tensor"  # chips that share one rank's weights
@@ -33,7 +33,7 @@ def sum_over_tensor(x: jax.Array) -> jax.Array:
     """Sum x over all tensor chips, on each of them; in their order if rows are invariant."""
     # An all-reduce begins at a chip that depends on a number's place in the array. The sum of two
     # chips has the same bits in any order.
-    if are_rows_invariant() and lax.axis_size(TENSOR_AXIS) > 2:
+    if row_blocks() is not None and lax.axis_size(TENSOR_AXIS) > 2:
         return _ordered_sum(x)
     return _exchanged(x, TENSOR_AXIS, lambda x: lax.psum(x, TENSOR_AXIS))
 

@@ -32,6 +32,6 @@ def engine_programs(
     sizes = config.sizes(pool_pages)
     programs = Programs(
         *(placed.graphdef, placed.params, state, row_params, sizes, mesh),
-        is_invariant=args.enable_deterministic_inference,
+        row_blocks=config.row_blocks,
     )
     return EngineProgramsOnPaper(config, placed, state, programs)

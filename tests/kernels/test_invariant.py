@@ -19,9 +19,9 @@ from sgl_jax.kernels.expert_dispatch.lines import Router
 from sgl_jax.kernels.gated_delta.batch import DeltaInputs, StateBatch
 from sgl_jax.kernels.grouped_matmul.interface import GroupMatrices
 from sgl_jax.kernels.latent_attention.latents import LatentQueries, UpProjections
-from sgl_jax.kernels.row_blocks import TPU_BLOCK_ROWS, invariant_rows, row_wise
+from sgl_jax.kernels.row_blocks import invariant_rows, matmul, row_wise
 from sgl_jax.layers.head_sources import Heads
-from sgl_jax.layers.kernels import invariant_kernels
+from sgl_jax.layers.kernels import invariant_kernels, invariant_row_blocks
 from sgl_jax.layers.moe import silu_gated
 from sgl_jax.layers.rotary import Rotation
 from tests.kernels.gated_delta.problems import LAYER, Case, Program, build
@@ -31,6 +31,7 @@ from tests.kernels.state_space.problems import Lines
 from tests.support.long import long
 
 KERNELS = invariant_kernels("cpu", "pallas")
+BLOCKS = invariant_row_blocks("cpu", "pallas")
 RNG = np.random.default_rng(7)
 
 
@@ -158,7 +159,7 @@ def check_rows(function: Callable[..., Any], *arrays: np.ndarray, sizes: tuple[i
 
     @jax.jit
     def run(*arrays: Any) -> Any:
-        with invariant_rows(TPU_BLOCK_ROWS):
+        with invariant_rows(BLOCKS):
             return function(*arrays)
 
     def at(place: int, size: int) -> list[np.ndarray]:
@@ -196,6 +197,22 @@ def test_a_row_of_a_quantized_product_depends_on_no_other(name: str) -> None:
         return row_wise(lambda x: KERNELS.multiply_quantized(x, own, jnp.int32(1), scheme), x)
 
     check_rows(multiply, rows_of(700, inputs), sizes=(256, 600))
+
+
+@pytest.mark.parametrize("transposed", [False, *long(True)])
+def test_a_row_of_a_product_depends_on_no_other(transposed: bool) -> None:
+    inputs, outputs = 512, 384
+    matrix = rows_of(outputs if transposed else inputs, inputs if transposed else outputs)
+
+    def multiply(x: jax.Array) -> Any:
+        with invariant_rows(BLOCKS):
+            return matmul(x, jnp.asarray(matrix), jnp.float32, transposed=transposed)
+
+    x = rows_of(700, inputs)
+    check_rows(multiply, x, sizes=(1, 256, 600))
+    numbers = matrix.astype(np.float64)
+    expected = x.astype(np.float64) @ (numbers.T if transposed else numbers)
+    np.testing.assert_allclose(simulate(jax.jit(multiply), x), expected, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("transposed", [False, *long(True)])
@@ -272,7 +289,7 @@ def test_attention_to_latents_depends_on_neither_batch_nor_cuts() -> None:
             batch = AttentionBatch.build(tables, *own, jnp.int32(decodes), tokens, 3)
             queries = LatentQueries(jnp.asarray(nope)[places], jnp.asarray(rope)[places])
             given = jnp.asarray(latents)[places]
-            with invariant_rows(TPU_BLOCK_ROWS):
+            with invariant_rows(BLOCKS):
                 return KERNELS.attend_latents(queries, given, up, cache, jnp.int32(0), batch, 0.1)
 
         out, cache = simulate(attend, cache, places, tables, own)

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from sgl_jax.kernels.row_blocks import invariant_rows
+from sgl_jax.kernels.row_blocks import RowBlocks, invariant_rows
 from sgl_jax.layers.mesh_axes import join_shares, own_share, scatter_sum, sum_over_tensor
 
 
@@ -38,7 +38,7 @@ def test_chips_are_added_in_their_order_at_every_place_if_rows_are_invariant(col
     call = jax.shard_map(
         sum_over_tensor, mesh=mesh, in_specs=P("tensor"), out_specs=P(), check_vma=False
     )
-    with invariant_rows():
+    with invariant_rows(RowBlocks()):
         program = jax.jit(call).lower(parts).compile()
     assert "all-reduce" not in program.as_text()
     np.testing.assert_array_equal(program(parts), np.full((6, columns), expected))
