@@ -18,15 +18,16 @@ from sgl_jax.kernels.attention.batch import AttentionBatch
 from sgl_jax.kernels.expert_dispatch.lines import Router
 from sgl_jax.kernels.gated_delta.batch import DeltaInputs, StateBatch
 from sgl_jax.kernels.grouped_matmul.interface import GroupMatrices
+from sgl_jax.kernels.grouped_matmul.tpu import INVARIANT_LINES
 from sgl_jax.kernels.latent_attention.latents import LatentQueries, UpProjections
-from sgl_jax.kernels.row_blocks import invariant_rows, matmul, row_wise
+from sgl_jax.kernels.row_blocks import TPU_BLOCK_ROWS, invariant_rows, matmul, row_wise
 from sgl_jax.layers.head_sources import Heads
 from sgl_jax.layers.kernels import invariant_kernels, invariant_row_blocks
 from sgl_jax.layers.moe import silu_gated
 from sgl_jax.layers.rotary import Rotation
 from tests.kernels.gated_delta.problems import LAYER, Case, Program, build
 from tests.kernels.quantized_matmul.problems import draw
-from tests.kernels.simulation import simulate
+from tests.kernels.simulation import product_rows, simulate
 from tests.kernels.state_space.problems import Lines
 from tests.support.long import long
 
@@ -209,6 +210,7 @@ def test_a_row_of_a_product_depends_on_no_other(transposed: bool) -> None:
             return matmul(x, jnp.asarray(matrix), jnp.float32, transposed=transposed)
 
     x = rows_of(700, inputs)
+    assert product_rows(multiply, x) == product_rows(multiply, x[:1]) == {TPU_BLOCK_ROWS}
     check_rows(multiply, x, sizes=(1, 256, 600))
     numbers = matrix.astype(np.float64)
     expected = x.astype(np.float64) @ (numbers.T if transposed else numbers)
@@ -229,7 +231,9 @@ def test_a_line_of_an_experts_product_depends_on_no_other(transposed: bool) -> N
             lines[place] = row
             layer, of_groups = jnp.int32(0), np.asarray(sizes, np.int32)
             given = lines, matrices, layer, of_groups
-            out = simulate(partial(multiply, transposed=transposed), *given)
+            call = partial(multiply, transposed=transposed)
+            assert product_rows(call, *given) == {INVARIANT_LINES}
+            out = simulate(call, *given)
             found.append(np.asarray(out)[place])
     assert all((own == found[0]).all() for own in found)
 

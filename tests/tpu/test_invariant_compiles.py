@@ -4,15 +4,19 @@ copied, and the sums that XLA computes cut alike in all shapes of a step."""
 import json
 import re
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
 
+from sgl_jax.kernels.attention.tpu.prefill import prefill_attention
+from sgl_jax.kernels.attention.tpu.tuned import invariant_blocks
 from sgl_jax.planner.arguments import read_config
 from sgl_jax.planner.program_cost import program_cost
 from sgl_jax.planner.topology import has_tpu_compiler
-from tests.support.long import long_but
+from tests.tpu.compiling import MAX_COMPILE_S, generations, num_bytes, num_kernels
 from tests.tpu.copies import copies, shapes_kept
+from tests.tpu.test_single_kernels_compile import Shape, compile_attention
 from tests.tpu.test_whole_steps import _compile
 
 pytestmark = pytest.mark.skipif(
@@ -83,13 +87,19 @@ def check(name: str, topology: str) -> None:
     assert sums[0] == sums[1]
 
 
-@pytest.mark.parametrize("generation", long_but(TOPOLOGIES, "v6e"))
-def test_a_dense_models_steps(generation: str) -> None:
-    check("dense", TOPOLOGIES[generation])
+@pytest.mark.parametrize("generation", generations("v5e"))
+def test_attention_of_all_rows_compiles_in_place_and_soon(generation: str, tpu_mesh: Any) -> None:
+    shape = Shape()
+    sizes = shape.kv_heads, shape.group, shape.head_dim, shape.page_size
+    attend = partial(prefill_attention, blocks=invariant_blocks(*sizes, shape.dtype))
+    compiled, seconds, changed, _ = compile_attention(attend, shape, tpu_mesh(generation))
+    assert num_kernels(compiled) == 1
+    assert compiled.memory_analysis().alias_size_in_bytes >= num_bytes(changed)
+    assert seconds < MAX_COMPILE_S
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("generation", TOPOLOGIES)
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "dense"])
-def test_other_models_steps(name: str, generation: str) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_steps_have_the_kernels_of_the_mode_and_sum_alike(name: str, generation: str) -> None:
     check(name, TOPOLOGIES[generation])

@@ -258,7 +258,8 @@ def attend_queries(
         attend_masked(kernel, work(n, buffer), keys)
         return 1 - buffer
 
-    buffer = lax.fori_loop(0, block.num_clear, clear, buffer)
+    if not kernel.blocks.is_invariant:  # else no block of keys counts as clear
+        buffer = lax.fori_loop(0, block.num_clear, clear, buffer)
     return lax.fori_loop(block.num_clear, block.num_key_blocks, masked, buffer)
 
 

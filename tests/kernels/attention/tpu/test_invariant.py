@@ -12,9 +12,10 @@ from jax.experimental.pallas.tpu import force_tpu_interpret_mode
 
 from sgl_jax.kernels.attention.batch import AttentionBatch
 from sgl_jax.kernels.attention.tpu import ragged_paged_attention
+from sgl_jax.kernels.attention.tpu.tuned import INVARIANT_QUERIES
 from tests.kernels.attention.problems import LAYER, LAYERS, Program
 from tests.kernels.attention.reference import ragged_paged_attention as reference
-from tests.kernels.simulation import EAGER, LAZY, assert_close, simulate
+from tests.kernels.simulation import EAGER, LAZY, assert_close, product_rows, simulate
 from tests.support.long import long
 
 ROWS, LENGTH = 9, 600  # of a request: several blocks of keys
@@ -161,6 +162,14 @@ def test_a_tokens_bits_depend_on_neither_batch_nor_place_nor_chunks(name: str) -
         for position in common:
             own, other = found[position - place.start], expected[position - FIRST]
             assert (own == other).all(), (place, position)
+
+
+def test_every_token_takes_products_of_one_size() -> None:
+    """By hardware or compiler, a product of another size may order its sums differently."""
+    program = PROGRAMS["plain"]
+    step = Step.of(program, Requests.drawn(program), PLACES[0])
+    of_group = INVARIANT_QUERIES * program.group
+    assert product_rows(compiled(program, LAZY), step) == {of_group}
 
 
 @pytest.mark.long
