@@ -16,7 +16,7 @@ from sgl_jax.kernels.attention.batch import AttentionBatch, ScoreOptions
 from sgl_jax.kernels.attention.cache_dtype import EIGHT_BITS
 from sgl_jax.kernels.attention.tpu.decode import decode_attention
 from sgl_jax.kernels.attention.tpu.prefill import prefill_attention
-from sgl_jax.kernels.attention.tpu.tuned import decode_blocks, prefill_blocks
+from sgl_jax.kernels.attention.tpu.tuned import decode_blocks, invariant_blocks, prefill_blocks
 from sgl_jax.kernels.attention.tpu.write import write_kv
 from sgl_jax.kernels.qkv_heads import TOKENS_AT_ONCE, HeadNorm, rotated_heads
 from sgl_jax.kernels.tpu_chip import tile_slots
@@ -99,6 +99,27 @@ def our_prefill(page_size: int, dtype: Any = DTYPE) -> Kernel:
         "GFLOP",
         per(flops / 1e9),
         page_dma(2 * KV_HEADS, page_size, dtype),
+    )
+
+
+def our_invariant(page_size: int) -> Kernel:
+    """Return the kernel that computes all rows with `--enable-deterministic-inference`."""
+    rows, cache = step_rows(page_size), cache_shape(page_size)
+    blocks = invariant_blocks(KV_HEADS, Q_HEADS // KV_HEADS, HEAD_DIM, page_size, DTYPE)
+
+    def attend(q, cache, layer, *rows):
+        batch = AttentionBatch.build(*rows, CHUNK)
+        return prefill_attention(q, cache, layer, batch, OPTIONS, blocks=blocks)
+
+    turns = KV_HEADS // blocks.masked_heads(KV_HEADS)
+    return Kernel(
+        f"deterministic, {shape_name(page_size, DTYPE)}",
+        attend,
+        [((CHUNK, Q_HEADS, HEAD_DIM), DTYPE), cache, ((), jnp.int32), *rows],
+        0,
+        f"KV token, {blocks.few_queries} queries",
+        per(blocks.part_keys / turns),
+        page_dma(2 * KV_HEADS, page_size),
     )
 
 
@@ -186,6 +207,7 @@ def jax_prefill(block: int) -> Kernel:
 
 
 ATTENTION_KERNELS: dict[str, Callable[[], Kernel]] = {
+    "deterministic-128": lambda: our_invariant(128),
     "decode-128": lambda: our_decode(128),
     "decode-64": lambda: our_decode(64),
     "decode-16": lambda: our_decode(16),

@@ -162,7 +162,7 @@ class ServerArgs(SchedulerArgs):
     enable_deterministic_inference: bool = setting(
         False,
         "bit-equal tokens and log-probabilities of a request in any batch, place, chunking, cache "
-        "hit or retract, on one mesh: XLA programs in blocks of one shape",
+        "hit or retract, on one mesh: all are computed in blocks of one shape",
     )
 
     # Hosts

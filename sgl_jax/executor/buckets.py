@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.shares import shared_chunk_tokens
-from sgl_jax.kernels.row_blocks import BLOCK_ROWS
+from sgl_jax.kernels.row_blocks import block_rows_of
 
 # Every shape costs two seconds of compilation on a CPU. Few shapes suffice, because the scheduler
 # plans steps that fill a shape where it can.
@@ -112,8 +112,9 @@ def choose_buckets(args: ServerArgs, platform: str) -> Buckets:
         shapes.append(Bucket(most, most))
     if args.enable_deterministic_inference:
         # Whole blocks of rows, which are the least that a layer computes.
-        most_rows = max(limits.rows, BLOCK_ROWS)
-        shapes = [Bucket(*(max(size, BLOCK_ROWS) for size in shape)) for shape in shapes]
+        least = block_rows_of(args.attention_backend)
+        most_rows = max(limits.rows, least)
+        shapes = [Bucket(*(max(size, least) for size in shape)) for shape in shapes]
     capped = {Bucket(min(shape.rows, most_rows), shape.tokens) for shape in shapes}
     in_order = sorted(capped, key=lambda shape: (shape.tokens, shape.rows))
     return limits._replace(all=tuple(in_order))

@@ -18,8 +18,7 @@ def resolve_for_device(args: ServerArgs, platform: str) -> ServerArgs:
     on_cpu = platform == "cpu"
     backend = args.attention_backend
     if backend == "auto":
-        is_pallas = platform == "tpu" and not args.enable_deterministic_inference
-        backend = "pallas" if is_pallas else "xla"
+        backend = "pallas" if platform == "tpu" else "xla"
     if backend == "pallas" and platform == "gpu":
         raise ValueError(
             "--attention-backend pallas runs on a TPU and is simulated on a CPU; on a gpu "

@@ -31,7 +31,8 @@ from sgl_jax.executor.step import StepState
 from sgl_jax.kernels.attention.api import check_pages
 from sgl_jax.kernels.attention.cache_dtype import EIGHT_BITS, cache_dtype_name
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS
-from sgl_jax.layers.kernels import invariant_kernels, kernels_of
+from sgl_jax.kernels.row_blocks import RowBlocks
+from sgl_jax.layers.kernels import invariant_kernels, invariant_row_blocks, kernels_of
 from sgl_jax.layers.sampling.row_params import packed_width
 from sgl_jax.layers.sampling.sample import BLOCK_ROWS
 from sgl_jax.mem_cache.device_pool import (
@@ -104,6 +105,8 @@ class EngineConfig(NamedTuple):
     def build_options(self) -> BuildOptions:
         simulates = self.platform == "cpu" and self.args.attention_backend == "pallas"
         on_tpu = self.platform == "tpu"
+        is_invariant = self.args.enable_deterministic_inference
+        choose = invariant_kernels if is_invariant else kernels_of
         return BuildOptions(
             dtype=self.dtype,
             ep_size=self.args.ep_size,
@@ -112,11 +115,7 @@ class EngineConfig(NamedTuple):
             returns_experts=self.args.enable_return_routed_experts,
             returns_hidden_states=self.args.enable_return_hidden_states,
             shards_weights=self.args.weight_sharding == "data",
-            kernels=(
-                invariant_kernels(self.platform)
-                if self.args.enable_deterministic_inference
-                else kernels_of(self.platform, self.args.attention_backend)
-            ),
+            kernels=choose(self.platform, self.args.attention_backend),
             has_kv_scales=self._has_kv_scales,
             widens_int4=self.platform == "cpu",
             # Elsewhere, a program reads a layer's weights out of the stack in place.
@@ -132,6 +131,13 @@ class EngineConfig(NamedTuple):
             defers_sum=on_tpu and self.args.tp_size > 1,
             sequence_parallel=self.args.hidden_sharding == "tensor" and self.args.tp_size > 1,
         )
+
+    @property
+    def row_blocks(self) -> RowBlocks | None:
+        """Return how rows are computed alike in all shapes of a step; None if they need not be."""
+        if not self.args.enable_deterministic_inference:
+            return None
+        return invariant_row_blocks(self.platform, self.args.attention_backend)
 
     @property
     def _counts_experts(self) -> bool:

@@ -170,7 +170,7 @@ class ModelExecutor(Executor):
         self._state_shapes = config.state_shapes(pool_pages, self.mesh)
         self._programs = Programs(
             *(placed.graphdef, placed.params, *self._state_shapes, self.sizes, self.mesh),
-            is_invariant=config.args.enable_deterministic_inference,
+            row_blocks=config.row_blocks,
         )
         self._stages = self._new_stages()
 

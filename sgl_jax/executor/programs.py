@@ -28,7 +28,7 @@ from sgl_jax.executor.image_patches import image_words, write_vectors
 from sgl_jax.executor.layout import DPLayout
 from sgl_jax.executor.row_tables import DeviceRows, piece_words, write_piece
 from sgl_jax.executor.step import Computed, RankStep, StepState, compute_step, draw_step, run_step
-from sgl_jax.kernels.row_blocks import invariant_rows
+from sgl_jax.kernels.row_blocks import RowBlocks, invariant_rows
 from sgl_jax.layers.mesh_axes import DATA_AXIS, MESH_AXES, TENSOR_AXIS
 from sgl_jax.models.decoder import CausalLM
 
@@ -57,7 +57,7 @@ class Programs:
         state, row_params: shapes of the tables and pools, see `EngineConfig.state_shapes`.
         sizes: the engine's sizes.
         mesh: ('data', 'tensor').
-        is_invariant: compile all shapes alike, so that they compute the same bits.
+        row_blocks: how all shapes compute the same bits; None if they need not.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class Programs:
         sizes: EngineSizes,
         mesh: Mesh,
         *,
-        is_invariant: bool = False,
+        row_blocks: RowBlocks | None = None,
     ) -> None:
         leaves, self._params_tree = jax.tree.flatten(params)
         self._graphdef = graphdef
         self._sizes = sizes
         self._mesh = mesh
-        self._is_invariant = is_invariant
+        self._row_blocks = row_blocks
         # If ranks are on several hosts, each host gets the results of all ranks.
         spans_hosts = len({device.process_index for device in mesh.devices.flat}) > 1
         self._gathers_output = spans_hosts and sizes.dp_size > 1
@@ -296,7 +296,7 @@ class Programs:
             check_vma=False,  # jax cannot prove that a rank's chips agree
         )
         # In the mesh context, kernels see the target chip, even if it is absent.
-        with jax.set_mesh(self._mesh), invariant_rows(active=self._is_invariant):
+        with jax.set_mesh(self._mesh), invariant_rows(self._row_blocks):
             return jax.jit(sharded, donate_argnums=donated).lower(*arguments)
 
     def _compiler_options(self, bucket: Bucket) -> dict[str, bool | str]:
@@ -310,7 +310,7 @@ class Programs:
             return self._tpu_options()
         on_cpu = platform_of(self._mesh) == "cpu"
         decode_tokens = bucket.rows * (1 + self._sizes.max_draft_tokens)
-        if on_cpu and not self._is_invariant and bucket.tokens > decode_tokens:
+        if on_cpu and self._row_blocks is None and bucket.tokens > decode_tokens:
             return {"xla_cpu_use_fusion_emitters": False}
         return {}
 
@@ -318,11 +318,15 @@ class Programs:
         """Return XLA options for TPUs; figures are in docs/measurements/planning.md.
 
         In loops, a TPU7x's compiler prefers bfloat16 in tiles of 16 rows, but arrays arrive in
-        tiles of 8, so every step would begin with a copy of all layers' weights.
+        tiles of 8, so every step would begin with a copy of all layers' weights. With excess
+        precision, a fusion omits the roundings within it, and shapes have different fusions.
         """
+        options: dict[str, bool | str] = {}
         if self._mesh.devices.flat[0].device_kind == "TPU7x":
-            return {"xla_tpu_control_large_2nd_minor_layout_for_x16": False}
-        return {}
+            options["xla_tpu_control_large_2nd_minor_layout_for_x16"] = False
+        if self._row_blocks is not None:
+            options["xla_allow_excess_precision"] = False
+        return options
 
     def _on_mesh(self, leaf: Any, spec: P) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(self._mesh, spec)

@@ -46,7 +46,8 @@ class Embedding(nnx.Module):
         """Compute logits [n, columns] from hidden [n, hidden], if embedding and head are tied."""
         padding = self.weight.shape[1] - self.hidden_size
         padded = jnp.pad(hidden, ((0, 0), (0, padding))) if padding else hidden
-        return SplitLogits(matmul(padded, self.weight[...].T, jnp.float32), self.vocab_size)
+        logits = matmul(padded, self.weight[...], jnp.float32, transposed=True)
+        return SplitLogits(logits, self.vocab_size)
 
 
 class LMHead(nnx.Module):

@@ -25,6 +25,7 @@ from sgl_jax.kernels.latent_attention import xla as xla_latent_attention
 from sgl_jax.kernels.latent_attention.interface import PagedLatentAttention
 from sgl_jax.kernels.quantized_matmul.numbers import QuantizedMatmul
 from sgl_jax.kernels.quantized_matmul.xla import cpu_quantized_matmul, xla_quantized_matmul
+from sgl_jax.kernels.row_blocks import RowBlocks, block_rows_of
 from sgl_jax.kernels.state_space import xla as xla_state_space
 from sgl_jax.kernels.state_space.api import StateSpace
 from sgl_jax.layers.qkv_heads import QKVHeads, pallas_qkv_heads, xla_qkv_heads
@@ -61,17 +62,36 @@ def kernels_from(calls: Mapping[str, Callable[..., Any]]) -> Kernels:
     return Kernels(**plain, expert_dispatch=DispatchKernels(**moves))
 
 
-def invariant_kernels(platform: str) -> Kernels:
-    """Return XLA's kernels for "cpu", "gpu" or "tpu" with results that depend, to the bit, only on
-    the tokens before a token in its request. See `kernels.row_blocks` for other layers."""
+def invariant_kernels(platform: str, backend: str) -> Kernels:
+    """Return the kernels of `kernels_of` with results that depend, to the bit, only on the tokens
+    before a token in its request. See `kernels.row_blocks` for other layers."""
+    kernels = kernels_of(platform, backend)
+    if backend == "pallas":
+        names = "attend", "attend_latents", "multiply_groups", "gated_delta", "state_space"
+        own = {name: partial(getattr(kernels, name), is_invariant=True) for name in names}
+        # A product that adds a token's lines orders them by their places in the step, and kernels
+        # compute gates in float32 in short steps only.
+        moves = kernels.expert_dispatch._replace(gate=XLA_MOVES.gate, add=XLA_MOVES.add)
+        return kernels._replace(**own, expert_dispatch=moves)
     attend = xla_attention.attend_invariantly
-    return kernels_of(platform, "xla")._replace(
+    return kernels._replace(
         attend=partial(xla_attention.ragged_paged_attention, attend=attend),
         attend_latents=partial(xla_latent_attention.latent_attention, attend=attend),
         multiply_groups=blocked_grouped_matmul,
         gated_delta=partial(recur_by_token, xla_gated_delta.DELTA_RULE),
         state_space=partial(recur_by_token, xla_state_space.SPACE_RULE),
     )
+
+
+def invariant_row_blocks(platform: str, backend: str) -> RowBlocks:
+    """Return the blocks of rows, and their products, that belong to `invariant_kernels`."""
+    if backend == "xla":
+        return RowBlocks()
+    from sgl_jax.kernels.grouped_matmul.tpu import multiply_rows
+    from sgl_jax.kernels.pallas_tpu import simulated
+
+    multiply = multiply_rows if platform == "tpu" else simulated(multiply_rows)
+    return RowBlocks(block_rows_of(backend), multiply)
 
 
 def kernels_of(platform: str, backend: str) -> Kernels:

@@ -19,6 +19,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from sgl_jax.kernels.row_blocks import bound_to_block
 from sgl_jax.layers.mesh_axes import DATA_AXIS, concatenate_over
 from sgl_jax.layers.parameter import ParamTree, Path
 
@@ -32,7 +33,9 @@ class StackedLayers(NamedTuple):
     layer: jax.Array  # int32 []
 
     def slice(self) -> jax.Array:
-        own: jax.Array = lax.dynamic_index_in_dim(self.array, self.layer, keepdims=False)
+        # Bound to a block of rows, or the slice would be copied before the loop over blocks.
+        layer = bound_to_block(self.layer)
+        own: jax.Array = lax.dynamic_index_in_dim(self.array, layer, keepdims=False)
         return own
 
 

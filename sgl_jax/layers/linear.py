@@ -14,7 +14,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from sgl_jax.kernels.grouped_matmul.interface import GroupedMatmul, GroupMatrices
-from sgl_jax.kernels.row_blocks import matmul
+from sgl_jax.kernels.row_blocks import row_blocks, row_wise
 from sgl_jax.layers.layer_weights import use_stacks, use_weight
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS, MeshAxes, scatter_sum, sum_over_tensor
 from sgl_jax.layers.parameter import parameter
@@ -65,7 +65,32 @@ class Linear(nnx.Module):
         """Multiply x with this chip's part of the matrix, without the bias."""
         if isinstance(self.weight, QuantizedMatrix):
             return self.weight.product(x)
-        return use_weight(self.weight, lambda matrix: matmul(x, matrix))
+        return _product(x, self.weight)
+
+
+def _product(x: jax.Array, weight: nnx.Param[Any], *, casts: bool = False) -> jax.Array:
+    """Multiply x [rows, in] with the current layer's matrix [in, out], row-wise.
+
+    If it `casts`, x may have another dtype than the matrix.
+    """
+
+    def multiply(rows: jax.Array, matrix: jax.Array) -> jax.Array:
+        return jnp.matmul(rows.astype(matrix.dtype) if casts else rows, matrix)
+
+    def of_rows(rows: jax.Array) -> jax.Array:
+        return use_weight(weight, lambda matrix: multiply(rows, matrix))
+
+    blocks = row_blocks()
+    multiply_rows = None if blocks is None else blocks.multiply
+    if multiply_rows is None:
+        result: jax.Array = row_wise(of_rows, x)
+        return result
+
+    def by_kernel(stack: jax.Array, layer: jax.Array) -> jax.Array:
+        own = x.astype(stack.dtype)
+        return multiply_rows(own, stack, layer, transposed=False, dtype=own.dtype)
+
+    return use_stacks((weight,), by_kernel)
 
 
 class ExpertLinear(nnx.Module):
@@ -126,7 +151,7 @@ class ExpertLinear(nnx.Module):
         This is a product, since a TPU is slow at gathering rows.
         """
         assert self.bias is not None
-        return use_weight(self.bias, lambda bias: matmul(shares.astype(bias.dtype), bias))
+        return _product(shares, self.bias, casts=True)
 
 
 Activation = Callable[[jax.Array], jax.Array]

@@ -5,7 +5,7 @@ the CPU keeps a collective of one participant, and runs it.
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import multihost_utils
+
+from sgl_jax.kernels.row_blocks import row_blocks
 
 DATA_AXIS = "data"  # data-parallel ranks
 TENSOR_AXIS = "tensor"  # chips that share one rank's weights
@@ -28,8 +30,24 @@ def _exchanged(x: jax.Array, axis: str, exchange: Callable[[jax.Array], Any]) ->
 
 
 def sum_over_tensor(x: jax.Array) -> jax.Array:
-    """Sum x over all tensor chips, on each of them."""
+    """Sum x over all tensor chips, on each of them; in their order if rows are invariant."""
+    # An all-reduce begins at a chip that depends on a number's place in the array. The sum of two
+    # chips has the same bits in any order.
+    if row_blocks() is not None and lax.axis_size(TENSOR_AXIS) > 2:
+        return _ordered_sum(x)
     return _exchanged(x, TENSOR_AXIS, lambda x: lax.psum(x, TENSOR_AXIS))
+
+
+def _ordered_sum(x: jax.Array) -> jax.Array:
+    """Sum x [n, ..., columns] over the tensor chips in their order, in float32 and rounded once.
+
+    Each chip sums its share of the columns, so that as many bytes move as in an all-reduce.
+    """
+    columns, chips = x.shape[-1], lax.axis_size(TENSOR_AXIS)
+    padded = jnp.pad(x, (*[(0, 0)] * (x.ndim - 1), (0, -columns % chips)))
+    parts = lax.all_to_all(padded[None], TENSOR_AXIS, x.ndim, 0, tiled=True)
+    total = reduce(jnp.add, parts.astype(jnp.float32)).astype(x.dtype)
+    return concatenate_over(TENSOR_AXIS, total, axis=x.ndim - 1)[..., :columns]
 
 
 def concatenate_over(mesh_axis: str, x: jax.Array, axis: int = 0) -> jax.Array:

@@ -30,5 +30,8 @@ def engine_programs(
     placed = place_model(model, mesh, config.build_options)
     state, row_params = config.state_shapes(pool_pages, mesh)
     sizes = config.sizes(pool_pages)
-    programs = Programs(placed.graphdef, placed.params, state, row_params, sizes, mesh)
+    programs = Programs(
+        *(placed.graphdef, placed.params, state, row_params, sizes, mesh),
+        row_blocks=config.row_blocks,
+    )
     return EngineProgramsOnPaper(config, placed, state, programs)

@@ -1,6 +1,7 @@
 """With `--enable-deterministic-inference`, a request's tokens and log-probabilities are bit-equal
 whatever runs next to it, and however its prompt is computed."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import pytest
 
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.engine.offline import Engine
+from tests.engine.test_draft_layer import Drafting, eagle3, latents, mtp, windows
 from tests.support.long import long
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -110,10 +112,15 @@ def test_so_it_is_for_larger_models(name: str) -> None:
     check(MODELS / name)
 
 
+@pytest.mark.parametrize("make", long(mtp, eagle3, latents, windows))
+def test_so_it_is_with_drafts_of_a_layer(make: Callable[[Path], Drafting], tmp_path: Path) -> None:
+    drafting = make(tmp_path)
+    check(drafting.model, context_length=256, **drafting.settings)
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"attention_backend": "pallas"}, "--attention-backend xla, not pallas"),
         ({"num_decode_steps": "4"}, "--num-decode-steps 1, not 4"),
         ({"hidden_sharding": "tensor", "tp_size": 2}, "--hidden-sharding replicated, not tensor"),
     ],

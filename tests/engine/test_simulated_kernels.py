@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from sgl_jax.engine.offline import Engine
@@ -92,6 +93,23 @@ def test_heads_that_a_kernel_normalises_and_rotates_serve_the_same_tokens(heads_
     expected = generate("xla")
     assert len({token for tokens in expected for token in tokens}) > 2
     assert generate("pallas") == expected
+
+
+@pytest.mark.long
+def test_a_deterministic_answer_depends_on_neither_batch_nor_chunks(heads_of_whole_rows):
+    random = np.random.default_rng(0)
+    first, *others = (random.integers(3, 200, n).tolist() for n in (40, 17, 5))
+
+    def answers(batch, **settings):
+        own = SETTINGS | {"load_format": "dummy", "attention_backend": "pallas"}
+        own |= {"enable_deterministic_inference": True, "max_running_requests": 4} | settings
+        wanted = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
+        with Engine(heads_of_whole_rows, **own) as engine:
+            outputs = engine.generate(input_ids=batch, sampling_params=wanted, return_logprob=True)
+        return [(out.output_ids, [own.logprob for own in out.logprobs]) for out in outputs]
+
+    (alone,) = answers([first], chunked_prefill_size=64)
+    assert answers([*others, first], chunked_prefill_size=16)[-1] == alone
 
 
 @pytest.mark.long

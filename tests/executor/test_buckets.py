@@ -7,7 +7,7 @@ import pytest
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.executor.buckets import Bucket, Buckets, choose_buckets
 from sgl_jax.executor.device_defaults import resolve_for_device
-from sgl_jax.kernels.row_blocks import BLOCK_ROWS
+from sgl_jax.kernels.row_blocks import BLOCK_ROWS, TPU_BLOCK_ROWS
 
 
 def buckets_for(rows: int, chunk: int, platform: str, drafts: int = 0) -> Buckets:
@@ -116,14 +116,21 @@ def test_two_shapes_serve_every_step_and_the_others_follow_by_what_they_save():
         assert sorted((*own.first, *own.by_saving())) == sorted(own.all)
 
 
+@pytest.mark.parametrize(
+    ("platform", "backend", "least"),
+    [("cpu", "xla", BLOCK_ROWS), ("cpu", "pallas", TPU_BLOCK_ROWS), ("tpu", "pallas", 256)],
+)
 @pytest.mark.parametrize("rows", [2, 40])
-def test_shapes_of_deterministic_inference_have_whole_blocks(rows):
+def test_shapes_of_deterministic_inference_have_whole_blocks(rows, platform, backend, least):
     args = ServerArgs(
-        max_running_requests=rows, chunked_prefill_size=100, enable_deterministic_inference=True
+        max_running_requests=rows,
+        chunked_prefill_size=100,
+        enable_deterministic_inference=True,
+        attention_backend=backend,
     )
-    buckets = choose_buckets(args, "cpu")
-    assert min(bucket.rows for bucket in buckets.all) >= BLOCK_ROWS
-    assert min(bucket.tokens for bucket in buckets.all) >= BLOCK_ROWS
+    buckets = choose_buckets(args, platform)
+    assert min(bucket.rows for bucket in buckets.all) >= least
+    assert min(bucket.tokens for bucket in buckets.all) >= least
     assert buckets.all[-1].tokens >= 100 + rows
     # A whole block is computed, but no more requests run than were permitted.
     assert buckets.rows == rows

@@ -6,6 +6,7 @@ import pytest
 
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.executor.engine_config import EngineConfig
+from sgl_jax.kernels.row_blocks import TPU_BLOCK_ROWS, RowBlocks
 from sgl_jax.models.quantization import QuantizationConfig
 from sgl_jax.planner.arguments import read_config
 
@@ -47,6 +48,18 @@ def test_a_request_of_too_many_pages_for_scalar_memory_is_refused_with_the_way_o
 def test_xla_takes_any_page():
     assert resolve("tpu", page_size=1, attention_backend="xla").pool_layouts[0].page_size == 1
     assert resolve("cpu", page_size=1).pool_layouts[0].page_size == 1
+
+
+def test_deterministic_inference_on_a_tpu_needs_its_kernels():
+    given = {"enable_deterministic_inference": True}
+    config = resolve("tpu", **given)
+    assert config.args.attention_backend == "pallas"
+    assert config.row_blocks.num_rows == TPU_BLOCK_ROWS
+    assert config.row_blocks.multiply is not None
+    assert resolve("cpu", **given).row_blocks == RowBlocks()
+    assert resolve("cpu").row_blocks is None
+    with pytest.raises(ValueError, match="needs --attention-backend pallas, not xla"):
+        resolve("tpu", **given, attention_backend="xla")
 
 
 def test_a_cache_of_8_bits_takes_half_the_bytes_of_bfloat16():

@@ -66,6 +66,25 @@ def simulate(function: Callable[..., Any], *args: Any) -> Any:
     return result
 
 
+def product_rows(function: Callable[..., Any], *args: Any) -> set[int]:
+    """Return the numbers of rows that the kernels of a function multiply at once."""
+    found = set()
+
+    def visit(jaxpr: Any) -> None:
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "dot_general":
+                found.add(equation.outvars[0].aval.shape[0])
+            for inner in jax.tree.leaves(equation.params, is_leaf=is_program):
+                if is_program(inner):
+                    visit(getattr(inner, "jaxpr", inner))
+
+    def is_program(x: Any) -> bool:
+        return hasattr(x, "eqns") or hasattr(x, "jaxpr")
+
+    visit(jax.make_jaxpr(function)(*args).jaxpr)
+    return found
+
+
 def assert_close(got: Any, want: np.ndarray, dtype: Any) -> None:
     """Within the tolerance of `dtype`, NaN only where the reference has NaN."""
     np.testing.assert_allclose(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sgl_jax.kernels.rms_norm import rms_normalised
-from sgl_jax.kernels.row_blocks import BLOCK_ROWS, invariant_rows, matmul, row_wise
+from sgl_jax.kernels.row_blocks import BLOCK_ROWS, RowBlocks, invariant_rows, matmul, row_wise
 
 INPUTS, OUTPUTS = 96, 40
 SIZES = 1, 2, 7, BLOCK_ROWS, BLOCK_ROWS + 1, 5 * BLOCK_ROWS + 3
@@ -21,7 +21,7 @@ def layer(x: jax.Array, matrix: jax.Array) -> jax.Array:
 
 
 def computed(x: np.ndarray, matrix: np.ndarray) -> np.ndarray:
-    with invariant_rows():
+    with invariant_rows(RowBlocks()):
         program = jax.jit(layer).lower(x, matrix).compile()
     return np.asarray(program(x, matrix))
 
@@ -47,7 +47,7 @@ def test_results_of_any_tree_are_cut_to_the_rows() -> None:
         return {"sum": a + b[:, 0], "largest": b.max(axis=1)}
 
     a, b = draw(21), draw(21, 3)
-    with invariant_rows():
+    with invariant_rows(RowBlocks()):
         found = row_wise(both, a, b)
     for name, value in both(a, b).items():
         np.testing.assert_array_equal(found[name], value)
@@ -60,7 +60,7 @@ def test_a_function_within_a_block_is_not_divided_again() -> None:
         sizes.append(len(x))
         return x
 
-    with invariant_rows():
+    with invariant_rows(RowBlocks()):
         row_wise(lambda x: row_wise(inner, x), draw(40, 2))
         row_wise(inner, draw(40, 2))
     row_wise(inner, draw(40, 2))

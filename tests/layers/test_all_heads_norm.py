@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from sgl_jax.kernels.row_blocks import BLOCK_ROWS, invariant_rows
+from sgl_jax.kernels.row_blocks import BLOCK_ROWS, RowBlocks, invariant_rows
 from sgl_jax.layers.norm import AllHeadsNorm
 
 HEADS, HEAD_DIM = 8, 32
@@ -26,7 +26,7 @@ def normalised(x: np.ndarray) -> np.ndarray:
         out_specs=P(),
         check_vma=False,
     )
-    with jax.set_mesh(mesh), invariant_rows():
+    with jax.set_mesh(mesh), invariant_rows(RowBlocks()):
         return np.asarray(jax.jit(norm)(x))
 
 

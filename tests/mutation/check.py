@@ -1,8 +1,8 @@
 """Breaks the memory stack on purpose, one way at a time, and shows that the tests notice.
 
-Each mutation is made in a copy of the repository, whose tests of memory, scheduler, sessions and
-memory view are then run until one fails. One that no test notices is a hole in the tests, and the
-exit code is 1.
+Each mutation is made in a copy of the repository, whose tests of memory, scheduler, sessions,
+memory view and deterministic inference are then run until one fails. One that no test notices is a
+hole in the tests, and the exit code is 1.
 
     scripts/mutation_check                    # all of them
     scripts/mutation_check --only "forget"    # those whose name contains this
@@ -31,6 +31,9 @@ TESTS = (
     *("tests/memory_view/test_reader.py", "tests/memory_view/test_frames.py"),
     *("tests/replay/test_view.py", "tests/server/memory/test_memory_routes.py"),
     *("tests/executor/test_store_transfers.py", "tests/executor/test_stored_values.py"),
+    *("tests/kernels/test_row_blocks.py", "tests/layers/test_mesh_axes.py"),
+    *("tests/kernels/test_invariant.py", "tests/kernels/attention/tpu/test_invariant.py"),
+    "tests/kernels/gated_delta",
 )
 COPIED = ("sgl_jax", "benchmarks", "tests", "pyproject.toml", "README.md")
 TIMEOUT_S = 600

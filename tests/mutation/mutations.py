@@ -57,6 +57,8 @@ _KEPT = "sgl_jax/scheduler/kept_states.py"
 _GATE = "sgl_jax/scheduler/program_gate.py"
 _COMMIT = "sgl_jax/scheduler/apply_result.py"
 _SCHEDULER = "sgl_jax/scheduler/scheduler.py"
+_ROW_BLOCKS = "sgl_jax/kernels/row_blocks.py"
+_QUERY_BLOCKS = "sgl_jax/kernels/attention/tpu/query_blocks.py"
 _NON_FINITE = "sgl_jax/scheduler/non_finite.py"
 _LIVE_REQUESTS = "sgl_jax/scheduler/live_requests.py"
 _REQUEST = "sgl_jax/scheduler/request.py"
@@ -4573,5 +4575,65 @@ MUTATIONS = (
         _RANK,
         "        self.images.unpin(row)\n",
         "",
+    ),
+    Mutation(
+        "deterministic: compute all rows at once",
+        _ROW_BLOCKS,
+        "size = min(blocks.num_rows, most_rows)",
+        "size = max(len(arrays[0]), 1)",
+    ),
+    Mutation(
+        "deterministic: let XLA order the sums of a product",
+        _ROW_BLOCKS,
+        "if blocks is not None and blocks.multiply is not None:",
+        "if blocks is None:",
+    ),
+    Mutation(
+        "deterministic: add chips by an all-reduce",
+        "sgl_jax/layers/mesh_axes.py",
+        "if row_blocks() is not None and",
+        "if row_blocks() is None and",
+    ),
+    Mutation(
+        "deterministic: attend without masks to keys that all queries of a block see",
+        _QUERY_BLOCKS,
+        "        if kernel.blocks.is_invariant:\n            num_clear = jnp.int32(0)\n",
+        "",
+    ),
+    Mutation(
+        "deterministic: attend with as many queries at once as a block has",
+        _QUERY_BLOCKS,
+        "    if not kernel.blocks.is_invariant:\n        is_short",
+        "    if True:\n        is_short",
+    ),
+    Mutation(
+        "deterministic: leave decode rows to another kernel",
+        "sgl_jax/kernels/attention/tpu/prefill.py",
+        "    if blocks.is_invariant:\n",
+        "    if blocks.queries == 0:\n",
+    ),
+    Mutation(
+        "deterministic: multiply tiles of experts' lines of a size by the step",
+        "sgl_jax/kernels/grouped_matmul/tpu.py",
+        "        if is_invariant:\n",
+        "        if num_lines == 0:\n",
+    ),
+    Mutation(
+        "deterministic: add a token's experts by their places",
+        "sgl_jax/layers/kernels.py",
+        "_replace(gate=XLA_MOVES.gate, add=XLA_MOVES.add)",
+        "_replace(gate=XLA_MOVES.gate)",
+    ),
+    Mutation(
+        "deterministic: keep the state after a prompt's first token",
+        "sgl_jax/kernels/gated_delta/batch.py",
+        "number + 1 == self.q_offsets[row + 1]",
+        "number == self.q_offsets[row]",
+    ),
+    Mutation(
+        "deterministic: read the state before a row's first token from another buffer",
+        "sgl_jax/kernels/gated_delta/tpu/decode.py",
+        "kernel.buffer(jnp.where(is_first, token, token - 1))",
+        "kernel.buffer(token - 1)",
     ),
 )

@@ -46,7 +46,7 @@ def _lower_once(
     key = (
         *(bucket, name, programs._graphdef, programs._params_tree, programs._weights),
         *jax.tree.flatten((programs._state, programs._row_params, rest)),
-        *(programs._sizes, programs._mesh, programs._is_invariant),
+        *(programs._sizes, programs._mesh, programs._row_blocks),
     )
     key = tuple(tuple(part) if isinstance(part, list) else part for part in key)
     if key not in _shared:

@@ -83,6 +83,17 @@ class StateBatch(TokenRows):
     chunk_snapshots: jax.Array  # int32 [N] slot or NO_SLOT
     num_chunks: jax.Array  # int32 []
 
+    def slots_after(self) -> tuple[jax.Array, jax.Array]:
+        """Return two slots for the state after each token, or NO_SLOT: both int32 [T]."""
+        number, row = jnp.arange(len(self.token_rows), dtype=jnp.int32), self.token_rows
+        last = jnp.where(number + 1 == self.q_offsets[row + 1], self.slots_out[row], NO_SLOT)
+        drafted = self.slots_out[row] + number - self.q_offsets[row]
+        own = jnp.where(row < self.num_decode, drafted, last)
+        ends = jnp.where(self.chunk_snapshots >= 0, self.chunk_starts[1:] - 1, len(number))
+        nothing = jnp.full_like(number, NO_SLOT)
+        kept = nothing.at[ends].set(self.chunk_snapshots, mode="drop")
+        return jnp.where(self.valid, own, NO_SLOT), kept
+
     @classmethod
     def build(
         cls,

@@ -32,15 +32,13 @@ def recur_by_token(
 
     terms = row_wise(terms_of, *tokens)
     num_tokens = len(tokens.v)
-    snapshots = _snapshots(batch, num_tokens)
+    slots_after = batch.slots_after()
 
     def block(number: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         rows = number * _ROWS + jnp.arange(_ROWS)
         starts = batch.q_offsets.at[rows].get(mode="clip")
         lengths = batch.q_offsets.at[rows + 1].get(mode="clip") - starts
         slots_in = batch.slots_in.at[rows].get(mode="clip")
-        slots_out = batch.slots_out.at[rows].get(mode="clip")
-        is_decode = rows < batch.num_decode
 
         def position(
             i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
@@ -54,11 +52,8 @@ def recur_by_token(
             state = state.astype(states.dtype).astype(jnp.float32)
             written = jnp.where(exists, token, num_tokens)
             out = out.at[written].set(found.astype(out.dtype), mode="drop")
-            is_last = (i == lengths - 1) & (rows < batch.num_rows)
-            slot = jnp.where(is_decode, slots_out + i, jnp.where(is_last, slots_out, NO_SLOT))
-            slot = jnp.where(exists, slot, NO_SLOT)
-            kept = jnp.where(exists, snapshots.at[token].get(mode="clip"), NO_SLOT)
-            for slots in (slot, kept):
+            for after in slots_after:
+                slots = jnp.where(exists, after.at[token].get(mode="clip"), NO_SLOT)
                 states = lax.cond(
                     jnp.any(slots >= 0),
                     lambda states, slots: write_states(states, layer, slots, state),
@@ -73,11 +68,3 @@ def recur_by_token(
 
     out = jnp.zeros(tokens.v.shape, tokens.v.dtype)
     return lax.fori_loop(0, -(-batch.num_rows // _ROWS), block, (out, states))
-
-
-def _snapshots(batch: StateBatch, num_tokens: int) -> jax.Array:
-    """Return the slot to which the state after each token is copied, or NO_SLOT: int32 [T]."""
-    is_kept = batch.chunk_snapshots >= 0
-    last = jnp.where(is_kept, batch.chunk_starts[1:] - 1, num_tokens)
-    nothing = jnp.full((num_tokens,), NO_SLOT, jnp.int32)
-    return nothing.at[last].set(batch.chunk_snapshots, mode="drop")

@@ -30,10 +30,12 @@ from sgl_jax.core.layer_configs import WeightFormat
 from sgl_jax.kernels.grouped_matmul.interface import GroupMatrices
 from sgl_jax.kernels.pallas_tpu import product
 from sgl_jax.kernels.quantized_matmul.numbers import as_numbers, as_scales, dequantized
+from sgl_jax.kernels.row_blocks import TPU_BLOCK_ROWS
 from sgl_jax.kernels.tpu_chip import LANES, VMEM_LIMIT_BYTES
 
 MIN_LINES, MAX_LINES = 64, 512  # bounds for the lines of a tile
 NAME, PLAN_NAME = "grouped_matmul", "plan_visits"  # names of the kernels in compiled programs
+INVARIANT_LINES = 128  # lines of a tile, if results must not depend on the batch
 MAX_MATRIX_BYTES = 4 << 20  # limit for one of the two buffers
 
 
@@ -194,14 +196,23 @@ def tpu_grouped_matmul(
     *,
     transposed: bool,
     tiles: Tiles | None = None,
+    dtype: DTypeLike | None = None,
+    is_invariant: bool = False,
 ) -> jax.Array:
-    """Implement `interface.GroupedMatmul`; `tiles` default to `choose_tiles`."""
+    """Implement `interface.GroupedMatmul`; `tiles` default to `choose_tiles`, and `dtype`, of the
+    result, to that of the lines.
+
+    With `is_invariant`, tiles have one size for any number of lines. A tile is multiplied whole, so
+    the bits of a line's result depend on no other line.
+    """
     num_lines, inputs = lines.shape
     num_groups = matrices.values.shape[1]
     outputs = matrices.values.shape[2 if transposed else 3]
     if tiles is None:
         itemsize = lines.dtype.itemsize  # a quantized matrix is converted to the lines' dtype
         tiles = choose_tiles(num_lines, num_groups, inputs, outputs, itemsize)
+        if is_invariant:
+            tiles = tiles._replace(lines=INVARIANT_LINES)
     tile, width = tiles
 
     def of_inputs_by_outputs(column: Any, visit: Any, visits: _Visits) -> Any:
@@ -222,7 +233,7 @@ def tpu_grouped_matmul(
             scales_outputs=matrices.scales_outputs,
         ),
         name=NAME,
-        out_shape=jax.ShapeDtypeStruct((num_lines, outputs), lines.dtype),
+        out_shape=jax.ShapeDtypeStruct((num_lines, outputs), dtype or lines.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(pl.cdiv(outputs, width), max_visits(num_lines, num_groups, tile)),
@@ -239,3 +250,21 @@ def tpu_grouped_matmul(
     visits = _plan_visits(group_sizes, layer, num_lines, tile)
     result: jax.Array = kernel(visits, lines, *parts)
     return result
+
+
+def multiply_rows(
+    x: jax.Array, matrices: jax.Array, layer: jax.Array, *, transposed: bool, dtype: DTypeLike
+) -> jax.Array:
+    """Implement `row_blocks.Multiply`, as the product of one group."""
+    # XLA chooses the order of a product's sums for each program, also for equal shapes.
+    num_rows = len(x)
+    padded = jnp.pad(x, ((0, max(TPU_BLOCK_ROWS - num_rows, 0)), (0, 0)))
+    inputs, outputs = matrices.shape[:0:-1] if transposed else matrices.shape[1:]
+    tiles = choose_tiles(TPU_BLOCK_ROWS, 1, inputs, outputs, x.dtype.itemsize)
+    result = tpu_grouped_matmul(
+        *(padded, GroupMatrices(matrices[:, None]), layer, jnp.int32([len(padded)])),
+        transposed=transposed,
+        tiles=tiles._replace(lines=TPU_BLOCK_ROWS),
+        dtype=dtype,
+    )
+    return result[:num_rows]

@@ -16,7 +16,7 @@ from sgl_jax.kernels.attention.batch import AttentionBatch, ScoreOptions
 from sgl_jax.kernels.attention.tpu.decode import decode_attention
 from sgl_jax.kernels.attention.tpu.prefill import prefill_attention
 from sgl_jax.kernels.attention.tpu.shared import CacheSlots, Expansion
-from sgl_jax.kernels.attention.tpu.tuned import DecodeBlocks, PrefillBlocks
+from sgl_jax.kernels.attention.tpu.tuned import DecodeBlocks, PrefillBlocks, invariant_blocks
 from sgl_jax.kernels.attention.tpu.write import write_slots
 from sgl_jax.kernels.latent_attention.chosen import attend_if_chosen
 from sgl_jax.kernels.latent_attention.index_scores import index_scores
@@ -39,6 +39,7 @@ PART_ROWS = 1024  # most of these rows to stream past each weight of the matrix 
 EXPANDED_TOKENS = 1024
 EXPANDED_QUERIES = 1024  # queries of a row that share computed keys and values
 EXPANDED_HEADS = 8  # most heads with queries and results in vector memory together
+PART_HEADS = 8  # heads to compute together, if results must not depend on the batch
 
 
 def is_expanded(num_tokens: int, up: UpProjections) -> bool:
@@ -81,16 +82,21 @@ def latent_attention(
     batch: AttentionBatch,
     scale: float,
     index: IndexQueries | None = None,
+    *,
+    is_invariant: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Implement `interface.PagedLatentAttention`.
 
-    Raises ValueError if the page size is not a multiple of the cache's tile.
+    With `is_invariant`, the bits of a token's result depend only on the tokens before it. Raises
+    ValueError if the page size is not a multiple of the cache's tile.
     """
     rows = cached_rows(latents, index, kv_cache.shape[4], kv_cache.dtype)
     kv_cache = write_slots([rows[:, None]], kv_cache, layer, batch)
 
+    attend = attend_invariantly if is_invariant else attend_to_all
+
     def dense() -> jax.Array:
-        return attend_to_all(queries, up, kv_cache, layer, batch, ScoreOptions(scale))
+        return attend(queries, up, kv_cache, layer, batch, ScoreOptions(scale))
 
     shared = kv_cache, layer, batch, scale, index
     out = attend_if_chosen(dense, queries, up, *shared, index_scores)
@@ -125,6 +131,25 @@ def attend_to_all(
     first = jnp.where(is_decode[:, None, None], decoded, prefilled[:most])
     result: jax.Array = lax.dynamic_update_slice_in_dim(prefilled, first, 0, axis=0)
     return result
+
+
+def attend_invariantly(
+    queries: LatentQueries,
+    up: UpProjections,
+    kv_cache: jax.Array,
+    layer: jax.Array,
+    batch: AttentionBatch,
+    options: ScoreOptions,
+) -> jax.Array:
+    """Implement `attend_to_all` in the absorbed form and with blocks of one size for all rows."""
+    page_size, row_size = kv_cache.shape[3:]
+    out = absorbed_queries(queries, up, row_size)
+    heads = out.shape[1]
+    parts = heads // PART_HEADS if heads % PART_HEADS == 0 else 1
+    blocks = invariant_blocks(1, heads, row_size, page_size, out.dtype)._replace(parts=parts)
+    arguments = (kv_cache, layer, batch, options)
+    out = prefill_attention(out, *arguments, slots=latent_slots(up.rank), blocks=blocks)
+    return values_of_latents(out, up)
 
 
 def expanded_prefill(

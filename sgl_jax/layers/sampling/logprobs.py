@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, MAX_TOP_LOGPROBS
-from sgl_jax.kernels.row_blocks import row_wise
+from sgl_jax.kernels.row_blocks import BLOCK_ROWS, row_wise
 
 
 class LogprobArrays(NamedTuple):
@@ -27,7 +27,8 @@ def token_logprobs(logits: jax.Array, tokens: jax.Array, ids: jax.Array) -> Logp
     MAX_LOGPROB_IDS]; ids out of range get arbitrary numbers. A vocabulary smaller than
     MAX_TOP_LOGPROBS fills the rest with id -1 at minus infinity.
     """
-    normaliser = row_wise(partial(jax.nn.logsumexp, axis=-1, keepdims=True), logits)
+    of_rows = partial(jax.nn.logsumexp, axis=-1, keepdims=True)
+    normaliser = row_wise(of_rows, logits, most_rows=BLOCK_ROWS)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1, mode="clip")
     num_top = min(MAX_TOP_LOGPROBS, logits.shape[-1])
     top, top_ids = lax.top_k(logits, num_top)

@@ -13,7 +13,7 @@ from jax import lax
 from sgl_jax.kernels.gated_delta import xla
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS, DeltaInputs, StateBatch
 from sgl_jax.kernels.gated_delta.by_token import recur_by_token
-from sgl_jax.kernels.row_blocks import invariant_rows
+from sgl_jax.kernels.row_blocks import RowBlocks, invariant_rows
 from tests.kernels.gated_delta.problems import (
     LAYER,
     Case,
@@ -135,7 +135,7 @@ def test_token_by_token_a_state_does_not_depend_on_how_a_prompt_is_cut():
     program = BFLOAT16._replace(max_drafts=0)
     problem = build(Case(program, [], [(0, 100)], [], seed=2))
     recur = BY_TOKEN
-    with invariant_rows():
+    with invariant_rows(RowBlocks()):
         out, whole = run_row(problem, program, 0, 100, 0, (0, 8), [(70, 9)], recur=recur)
         some, states = run_row(problem, program, 0, 70, 0, (0, 10), recur=recur)
         assert (states[LAYER, 10] == whole[LAYER, 9]).all()

@@ -28,6 +28,7 @@ DMAs of a block of queries (its queries and first keys were started during the p
     wait until the results of the previous block are in memory; start the results of this block
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -95,7 +96,8 @@ def prefill_attention(
     slot: if the cache is packed, `q` is zero in the lanes of V, and the result is there. If values
     are narrower than a slot, the other lanes of the result keep the queries. `blocks` are the block
     sizes, tuned for the chip by default. `expansion` computes each head's keys and values if the
-    cache holds latents; `blocks.parts` is then the number of heads.
+    cache holds latents; `blocks.parts` is then the number of heads. With `blocks.is_invariant`, the
+    rows before num_decode are computed, too.
 
     Returns [T, q_heads, head_dim] in q's dtype, in q's memory if the caller does not use q again.
     Tokens of other rows keep their entries of q. Raises ValueError if the page size does not divide
@@ -105,6 +107,8 @@ def prefill_attention(
     kv_heads, group, page_size, head_dim, dtype = *shape[:4], shape.product_dtype
     if blocks is None:
         blocks = prefill_blocks(kv_heads, group, head_dim, page_size, dtype, q.shape[0])
+    if blocks.is_invariant:
+        batch = replace(batch, num_decode=jnp.zeros_like(batch.num_decode))
     shape = shape.split(blocks.parts)
     kv_heads, group = shape[:2]
     if blocks.part_keys % page_size:
@@ -256,7 +260,8 @@ def attend_queries(
         attend_masked(kernel, work(n, buffer), keys)
         return 1 - buffer
 
-    buffer = lax.fori_loop(0, block.num_clear, clear, buffer)
+    if not kernel.blocks.is_invariant:  # else no block of keys counts as clear
+        buffer = lax.fori_loop(0, block.num_clear, clear, buffer)
     return lax.fori_loop(block.num_clear, block.num_key_blocks, masked, buffer)
 
 

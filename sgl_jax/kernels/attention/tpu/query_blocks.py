@@ -100,6 +100,8 @@ class QueryBlock(NamedTuple):
             edge = jnp.maximum(options.first_seen(last), 0)
             clear = jnp.minimum(div(edge + num_keys - 1, num_keys), stop)
         num_clear = jnp.maximum(div(kernel.last_seen(row, position) + 1, num_keys) - clear, 0)
+        if kernel.blocks.is_invariant:
+            num_clear = jnp.int32(0)
         token = rows.q_offsets[row] + done
         return cls(row, table, token, position, num_tokens, first, stop, clear, num_clear)
 
@@ -219,8 +221,10 @@ def attend(kernel: Prefill, work: Work) -> None:
         attend_heads(kernel, work)
         return
     num_tokens = work.block.num_tokens
-    is_short = num_tokens <= queries // 2
-    pl.when(jnp.logical_not(is_short))(lambda: attend_heads(kernel, work))
+    is_short = jnp.bool_(True)
+    if not kernel.blocks.is_invariant:
+        is_short = num_tokens <= queries // 2
+        pl.when(jnp.logical_not(is_short))(lambda: attend_heads(kernel, work))
 
     @pl.loop(0, jnp.where(is_short, div(num_tokens + few - 1, few), 0))
     def _(i: jax.Array) -> None:

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from sgl_jax.kernels.tpu_chip import LANES, device_kind
 
 MAX_BLOCK_BYTES = 4 << 20  # limit for one of the kernel's two buffers
+INVARIANT_QUERIES = 16  # tokens to compute at once, if results must not depend on the batch
 
 
 class DecodeBlocks(NamedTuple):
@@ -72,6 +73,9 @@ class PrefillBlocks(NamedTuple):
     part_keys: int  # keys in a part that needs masks; divides `keys`
     heads: int  # KV heads with overlapping instructions; divides the number of KV heads
     parts: int = 1  # parts of each KV head's queries, computed as if each had a KV head
+    # All queries by the same instructions, `few_queries` at a time, and all keys in masked parts:
+    # a query's result does not depend on its place or on other queries.
+    is_invariant: bool = False
 
     def masked_heads(self, kv_heads: int) -> int:
         """Return `heads` for masked keys, with about as many instructions."""
@@ -112,6 +116,16 @@ def default_sizes(kv_heads: int, head_dim: int, dtype: jnp.dtype) -> Sizes:
         keys=512,
         heads=2 if kv_heads % 2 == 0 and not is_wide else 1,
     )
+
+
+def invariant_blocks(
+    kv_heads: int, group: int, head_dim: int, page_size: int, dtype: jnp.dtype
+) -> PrefillBlocks:
+    """Return blocks that serve decode and prefill rows of any step alike."""
+    sizes, few = default_sizes(kv_heads, head_dim, dtype), INVARIANT_QUERIES
+    queries = max(1, sizes.rows // group // few) * few
+    keys = max(256, page_size)
+    return PrefillBlocks(queries, few, keys, keys, sizes.heads, is_invariant=True)
 
 
 def blocks_of(sizes: Sizes, group: int, page_size: int, num_tokens: int) -> PrefillBlocks:

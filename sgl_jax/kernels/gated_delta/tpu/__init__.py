@@ -16,13 +16,21 @@ __all__ = ["causal_conv", "gated_delta"]
 
 
 def gated_delta(
-    tokens: DeltaInputs, states: jax.Array, layer: jax.Array, batch: StateBatch
+    tokens: DeltaInputs,
+    states: jax.Array,
+    layer: jax.Array,
+    batch: StateBatch,
+    *,
+    is_invariant: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Implement `api.GatedDelta`; padding tokens' outputs are their values.
 
-    Raises ValueError if heads do not have 128 dimensions, or there are more than 128.
+    With `is_invariant`, the bits of a token's result depend only on the tokens before it. Raises
+    ValueError if heads do not have 128 dimensions, or there are more than 128.
     """
     check_heads(tokens.v.shape[1], tokens.k.shape[2], tokens.v.shape[2])
+    if is_invariant:
+        return decode_gated_delta(tokens, states, layer, batch, of_all_rows=True)
     for compute in (decode_gated_delta, prefill_gated_delta):
         out, states = compute(tokens, states, layer, batch)
         tokens = tokens._replace(v=out)

@@ -10,7 +10,7 @@ Grid: none. One program processes the tokens of the rows 0 .. num_decode in orde
 Buffers, with n of each (`num_buffers`), and a state [Hv, 128, 128]:
     q, k, v, gates   [n, heads, 128]   of token t in t % n; gates are decay and beta, in all lanes
     out              [n, Hv, 128]      of token t in t % n
-    states           [2, n, *state]    before the first token of row r in [0, r % n],
+    states           [2, n, *state]    before token t in [0, t % n] if it is its row's first,
                                        after token t in [1, t % n]
 
 DMAs of token t:
@@ -67,30 +67,37 @@ def num_buffers(state_bytes: int) -> int:
 
 
 def decode_gated_delta(
-    tokens: DeltaInputs, states: jax.Array, layer: jax.Array, batch: StateBatch
+    tokens: DeltaInputs,
+    states: jax.Array,
+    layer: jax.Array,
+    batch: StateBatch,
+    *,
+    of_all_rows: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute the decode rows' tokens for `api.GatedDelta`, with key_dim and value_dim 128.
 
-    Returns v with outputs at the decode tokens, and the states; in the memory of `v` and `states`
-    if the caller does not use them again.
+    With `of_all_rows`, prefill rows are computed in the same way, token after token. Returns v with
+    outputs at these tokens, and the states; in the memory of `v` and `states` if the caller does
+    not use them again.
     """
-    decoded = batch.max_decode_tokens
+    decoded = len(tokens.v) if of_all_rows else batch.max_decode_tokens
     q, k, v, log_decay, beta = tokens
     by_head = (decoded, v.shape[1], LANES)
     parts = jnp.exp(log_decay[:decoded]), beta[:decoded, :, None]
     gates = jnp.stack([jnp.broadcast_to(part, by_head) for part in parts], axis=1)
     hbm = DeltaArrays(q, k, gates, v, states)
     change = partial(_change, by_channel=tokens.decays_by_channel)
-    return recur_tokens(change, "gated_delta_decode", hbm, layer, batch)
+    rows = StateRows.of(batch, layer, of_all_rows=of_all_rows)
+    return recur_tokens(change, "gated_delta_decode", hbm, rows)
 
 
 def recur_tokens(
-    change: Change, name: str, hbm: DeltaArrays, layer: jax.Array, batch: StateBatch
+    change: Change, name: str, hbm: DeltaArrays, rows: StateRows
 ) -> tuple[jax.Array, jax.Array]:
     """Compute the decode rows' tokens by `change`; return the arrays of tokens and of states."""
     states = hbm.states
     n = num_buffers(states[0, 0].size * states.dtype.itemsize)
-    rows, scratch = StateRows.of(batch, layer), [Buffers.scratch(hbm, n), Semaphores.scratch(n)]
+    scratch = [Buffers.scratch(hbm, n), Semaphores.scratch(n)]
     out, states = call(partial(_kernel, change=change), name, (rows,), (), hbm, 2, scratch)
     return out, states
 
@@ -120,7 +127,7 @@ def _kernel(
 
     @pl.loop(jnp.maximum(num_tokens - kernel.num_buffers, 0), num_tokens)
     def _(token: jax.Array) -> None:
-        _for_each(_result_copies(kernel, token), wait)
+        _result_copies(kernel, token, wait)
 
 
 def _start_token(kernel: DecodeKernel, token: jax.Array) -> None:
@@ -132,16 +139,15 @@ def _next_token(kernel: DecodeKernel, token: jax.Array, change: Change) -> None:
     is_first = kernel.rows.is_first(token)
     _for_each(_token_copies(kernel, token), wait)
     pl.when(token >= kernel.num_buffers)(
-        lambda: _for_each(_result_copies(kernel, token - kernel.num_buffers), wait)
+        lambda: _result_copies(kernel, token - kernel.num_buffers, wait)
     )
     pl.when(is_first)(lambda: _state_copy(kernel, token).wait())
     change(kernel, token, _state_before(kernel, token, is_first))
-    _for_each(_result_copies(kernel, token), start)
+    _result_copies(kernel, token, start)
 
 
 def _state_before(kernel: DecodeKernel, token: jax.Array, is_first: jax.Array) -> Any:
-    row = kernel.rows.token_rows[token]
-    before = jnp.where(is_first, kernel.buffer(row), kernel.buffer(jnp.maximum(token - 1, 0)))
+    before = kernel.buffer(jnp.where(is_first, token, token - 1))
     return kernel.buffers.states.at[jnp.where(is_first, 0, 1), before]
 
 
@@ -185,22 +191,25 @@ def _token_copies(kernel: DecodeKernel, token: jax.Array) -> list[Any]:
 
 
 def _state_copy(kernel: DecodeKernel, token: jax.Array) -> Any:
-    row = kernel.rows.token_rows[token]
-    at = kernel.buffer(row)
+    at, row = kernel.buffer(token), kernel.rows.token_rows[token]
     source = kernel.hbm.states.at[kernel.rows.layer[0], kernel.rows.slots_in[row]]
     return pltpu.make_async_copy(source, kernel.buffers.states.at[0, at], kernel.sems.states.at[at])
 
 
-def _result_copies(kernel: DecodeKernel, token: jax.Array) -> list[Any]:
+def _result_copies(kernel: DecodeKernel, token: jax.Array, do: Callable[[Any], None]) -> None:
+    """Call do(copy) for the DMAs of a token's output, and of the state after it to its slots."""
     at, rows, buffers, sem = kernel.buffer(token), kernel.rows, kernel.buffers, kernel.sems.results
-    return [
-        pltpu.make_async_copy(buffers.out.at[at], kernel.hbm.v.at[token], sem.at[at]),
-        pltpu.make_async_copy(
-            buffers.states.at[1, at],
-            kernel.hbm.states.at[rows.layer[0], rows.slot_written(token)],
-            sem.at[at],
-        ),
-    ]
+    do(pltpu.make_async_copy(buffers.out.at[at], kernel.hbm.v.at[token], sem.at[at]))
+
+    def copy_state(slot: jax.Array) -> None:
+        target = kernel.hbm.states.at[rows.layer[0], slot]
+        do(pltpu.make_async_copy(buffers.states.at[1, at], target, sem.at[at]))
+
+    if rows.slots_after is None:
+        copy_state(rows.slot_written(token))
+        return
+    for slots in rows.slots_after:
+        pl.when(slots[token] >= 0)(partial(copy_state, slots[token]))
 
 
 def _for_each(copies: list[Any], do: Callable[[Any], None]) -> None:

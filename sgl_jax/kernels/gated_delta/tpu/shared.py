@@ -21,12 +21,18 @@ class StateRows(NamedTuple):
     token_rows: Any  # int32 [T]
     slots_in: Any  # int32 [B]
     slots_out: Any  # int32 [B]
+    # Two int32 [T] with slots for the state after each token, or negative numbers; None: each
+    # token's `slot_written`.
+    slots_after: Any = None
 
     @classmethod
-    def of(cls, batch: StateBatch, layer: jax.Array) -> "StateRows":
-        numbers = layer.reshape(1), batch.num_decode.reshape(1)
+    def of(cls, batch: StateBatch, layer: jax.Array, *, of_all_rows: bool = False) -> "StateRows":
+        """Return the rows of `batch`; with `of_all_rows`, all of them count as decode rows."""
+        num_decode = batch.num_rows if of_all_rows else batch.num_decode
+        numbers = layer.reshape(1), num_decode.reshape(1)
         slots = batch.slots_in, batch.slots_out
-        return cls(*numbers, batch.q_offsets, batch.token_rows, *slots)
+        after = batch.slots_after() if of_all_rows else None
+        return cls(*numbers, batch.q_offsets, batch.token_rows, *slots, after)
 
     @property
     def num_tokens(self) -> jax.Array:

@@ -12,24 +12,31 @@ import jax.numpy as jnp
 
 from sgl_jax.kernels.gated_delta.batch import DeltaInputs, StateBatch
 from sgl_jax.kernels.gated_delta.tpu.decode import DecodeKernel, columns_of, recur_tokens
-from sgl_jax.kernels.gated_delta.tpu.shared import DeltaArrays
+from sgl_jax.kernels.gated_delta.tpu.shared import DeltaArrays, StateRows
 
 
 def decode_state_space(
-    tokens: DeltaInputs, states: jax.Array, layer: jax.Array, batch: StateBatch
+    tokens: DeltaInputs,
+    states: jax.Array,
+    layer: jax.Array,
+    batch: StateBatch,
+    *,
+    of_all_rows: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute the decode rows' tokens for `api.StateSpace`.
 
-    Returns v with outputs at the decode tokens, and the states; in the memory of `v` and `states`
-    if the caller does not use them again.
+    With `of_all_rows`, prefill rows are computed in the same way, token after token. Returns v with
+    outputs at these tokens, and the states; in the memory of `v` and `states` if the caller does
+    not use them again.
     """
-    decoded = batch.max_decode_tokens
+    decoded = len(tokens.v) if of_all_rows else batch.max_decode_tokens
     q, k, v, log_decay, beta = tokens
     by_head = jnp.stack([jnp.exp(log_decay[:decoded, :, 0]), beta[:decoded]], axis=1)
     values = v.shape[1] * v.shape[2] // log_decay.shape[1]
     gates = jnp.repeat(by_head, values, axis=2).reshape(*by_head.shape[:2], *v.shape[1:])
     hbm = DeltaArrays(q, k, gates, v, states)
-    return recur_tokens(_change, "state_space_decode", hbm, layer, batch)
+    rows = StateRows.of(batch, layer, of_all_rows=of_all_rows)
+    return recur_tokens(_change, "state_space_decode", hbm, rows)
 
 
 def _change(kernel: DecodeKernel, token: jax.Array, state: Any) -> None:
