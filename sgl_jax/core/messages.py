@@ -2,7 +2,8 @@
 
 Every message is a msgspec struct, tagged with its class name and sent as msgpack, with a record of
 its handler, reply and route (`core/calls.py`). Messages on the model's weights are in
-`weight_messages.py`, those to the frontend in `engine_messages.py`.
+`weight_messages.py`, on profiles in `profile_messages.py`, those to the frontend in
+`engine_messages.py`.
 
 Annotations such as `Ge(0)` limit values from clients: the server checks them, the engine does not.
 """
@@ -16,10 +17,10 @@ from sgl_jax.core import calls
 from sgl_jax.core.calls import CALL_OF as CALL_OF
 from sgl_jax.core.calls import WithReply, call
 from sgl_jax.core.image_input import ImageInput
+from sgl_jax.core.profile_messages import ProfileMessage
 from sgl_jax.core.request_limits import (
     INT32,
     MAX_NAMESPACE_CHARS,
-    MAX_PATH_CHARS,
     MAX_SESSION_ID_CHARS,
 )
 from sgl_jax.core.sampling_params import LogprobsMode, SamplingParams
@@ -353,41 +354,6 @@ class SetInternalState(WithReply, frozen=True, kw_only=True, tag=True):
     ]
 
 
-@call("start_profile", calls.Traced, "/start_profile", is_admin=True, timeout_s=120.0)
-class StartProfile(WithReply, frozen=True, kw_only=True, tag=True):
-    """Start a device trace for TensorBoard or xprof."""
-
-    num_steps: Annotated[
-        Annotated[int, Ge(1), Lt(INT32)] | None,
-        doc("number of steps to trace; default: until `/stop_profile`"),
-    ] = None
-
-    output_dir: Annotated[
-        Annotated[str, MinLen(1), MaxLen(MAX_PATH_CHARS)] | None,
-        doc("default: a new temporary folder"),
-    ] = None
-
-
-@call("stop_profile", calls.Traced, "/stop_profile", is_admin=True, timeout_s=120.0)
-class StopProfile(WithReply, frozen=True, kw_only=True, tag=True):
-    """End the trace and write it."""
-
-
-@call("start_expert_record", calls.Done, "/start_expert_distribution_record", is_admin=True)
-class StartExpertRecord(WithReply, frozen=True, kw_only=True, tag=True):
-    """Start counting how often each layer's experts are chosen."""
-
-
-@call("stop_expert_record", calls.Done, "/stop_expert_distribution_record", is_admin=True)
-class StopExpertRecord(WithReply, frozen=True, kw_only=True, tag=True):
-    """Stop counting experts."""
-
-
-@call("dump_expert_record", calls.ExpertRecord, "/dump_expert_distribution_record", is_admin=True)
-class DumpExpertRecord(WithReply, frozen=True, kw_only=True, tag=True):
-    """Return the current or last record of experts, a file for `--init-expert-location`."""
-
-
 @call("shut_down")
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """End the engine and abort the requests in flight."""
@@ -404,10 +370,6 @@ CallMessage = (
     | ContinueGeneration
     | WeightMessage
     | SetInternalState
-    | StartProfile
-    | StopProfile
-    | StartExpertRecord
-    | StopExpertRecord
-    | DumpExpertRecord
+    | ProfileMessage
 )
 FrontMessage = GenerateRequest | AbortRequest | StopRequest | CallMessage | CancelCall | Shutdown

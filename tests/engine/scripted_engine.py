@@ -33,7 +33,6 @@ from sgl_jax.core.messages import (
     CloseSession,
     ContinueGeneration,
     DescribePage,
-    DumpExpertRecord,
     FindPrefix,
     FlushCache,
     ForkSession,
@@ -49,11 +48,14 @@ from sgl_jax.core.messages import (
     SessionMessage,
     SetInternalState,
     Shutdown,
+    StopRequest,
+)
+from sgl_jax.core.profile_messages import (
+    DumpExpertRecord,
     StartExpertRecord,
     StartProfile,
     StopExpertRecord,
     StopProfile,
-    StopRequest,
 )
 from sgl_jax.core.progress import Progress
 from sgl_jax.core.sampling_params import choice_seed

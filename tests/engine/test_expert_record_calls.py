@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from sgl_jax.core.messages import DumpExpertRecord, StartExpertRecord, StopExpertRecord
+from sgl_jax.core.profile_messages import DumpExpertRecord, StartExpertRecord, StopExpertRecord
 from sgl_jax.engine.loop.controls import Controls
 from sgl_jax.executor.expert_recorder import ExpertRecorder, ReadCounts
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sgl_jax.core.messages import StartProfile, StopProfile
+from sgl_jax.core.profile_messages import StartProfile, StopProfile
 from sgl_jax.engine.loop.controls import Controls
 from sgl_jax.executor.profiler import Profiler
 

@@ -15,7 +15,7 @@ from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.engine.front.request_stream import Chunk
 from sgl_jax.engine.loop.garbage import collect_seldom
 from sgl_jax.server.answer_stream import respond
-from sgl_jax.server.apis.native import native_logprobs
+from sgl_jax.server.apis.native_answers import native_logprobs
 
 REQUEST = GenerateRequest(
     rid="r",

@@ -74,14 +74,7 @@ class Frontend:
         self.facts = EngineFacts.from_info(info)
         check_vocabulary(tokenizer, args.tokenizer_folder, self.facts.vocab_size)
         self.tokenizer = tokenizer
-        self.checks = RequestChecks(
-            tokenizer,
-            self.facts,
-            is_strict=args.strict_max_tokens,
-            logprobs_mode=args.logprobs_mode,
-            reports_experts=args.enable_return_routed_experts,
-            reports_hidden_states=args.enable_return_hidden_states,
-        )
+        self.checks = RequestChecks(tokenizer, self.facts, args)
         self.metrics = RequestMetrics(args.model_name)
         self.tracer = tracer
         self._send = send

@@ -29,6 +29,7 @@ from sgl_jax.core.sampling_params import (
     LogprobsMode,
     SamplingParams,
 )
+from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.front.image_checks import check_placed, without_images
 from sgl_jax.text.tokenizer import Tokenizer
 
@@ -73,27 +74,15 @@ class EngineFacts(NamedTuple):
 class RequestChecks:
     """Checks against the limits of one engine. Thread-safe.
 
-    `is_strict` refuses an output limit that does not fit, instead of lowering it. `logprobs_mode`
-    is that of requests without a mode; "auto": the usual mode of the request's API. If
-    `reports_experts`, steps report the experts of tokens, and likewise hidden states.
+    With `strict_max_tokens` of `args`, an output limit that does not fit is refused instead of
+    lowered. Requests without a mode of log-probabilities have that of `args`; "auto": the usual
+    mode of the request's API.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        facts: EngineFacts,
-        *,
-        is_strict: bool,
-        logprobs_mode: str = "auto",
-        reports_experts: bool = False,
-        reports_hidden_states: bool = False,
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, facts: EngineFacts, args: ServerArgs) -> None:
         self._tokenizer = tokenizer
         self._facts = facts
-        self._is_strict = is_strict
-        self._logprobs_mode = logprobs_mode
-        self._reports_experts = reports_experts
-        self._reports_hidden_states = reports_hidden_states
+        self._args = args
 
     @property
     def max_prompt_chars(self) -> int:
@@ -190,7 +179,7 @@ class RequestChecks:
             token_ids_logprob=list(token_ids_logprob),
             logprobs_mode=self._checked_mode(logprobs_mode, usual_logprobs_mode),
             session=None if session is None else self._checked_turn(session, rid),
-            is_length_default=sampling.max_new_tokens is None or not self._is_strict,
+            is_length_default=sampling.max_new_tokens is None or not self._args.strict_max_tokens,
             is_prompt_only=is_prompt_only,
             priority=priority or 0,
             **options,
@@ -199,7 +188,8 @@ class RequestChecks:
         return request
 
     def _checked_mode(self, given: str | None, usual: str) -> LogprobsMode:
-        mode = given or (usual if self._logprobs_mode == "auto" else self._logprobs_mode)
+        served = self._args.logprobs_mode
+        mode = given or (usual if served == "auto" else served)
         for known in LOGPROBS_MODES:
             if mode == known:
                 return known
@@ -236,14 +226,14 @@ class RequestChecks:
     def _check_token_values(self, request: GenerateRequest, longest: int) -> None:
         """Check the requested values of tokens, of a prompt of at most `longest` tokens."""
         needs, facts = "it needs a server with --enable-return", self._facts
-        if request.return_routed_experts and not self._reports_experts:
+        if request.return_routed_experts and not self._args.enable_return_routed_experts:
             has_experts = facts.experts_per_token > 0
             reason = f"{needs}-routed-experts" if has_experts else "the model has no experts"
             raise InvalidRequestError(f"return_routed_experts: {reason}", "return_routed_experts")
         check_between("routed_experts_start_len", request.routed_experts_start_len, 0, longest)
         if request.return_hidden_states:
             most = _MOST_HIDDEN_NUMBERS // facts.hidden_size
-            if not self._reports_hidden_states:
+            if not self._args.enable_return_hidden_states:
                 reason = f"{needs}-hidden-states"
             elif longest <= most:
                 return
@@ -263,7 +253,7 @@ class RequestChecks:
         assert sampling.max_new_tokens is not None
         if sampling.max_new_tokens <= room:
             return sampling
-        name = "max_new_tokens" if self._is_strict else "min_new_tokens"
+        name = "max_new_tokens" if self._args.strict_max_tokens else "min_new_tokens"
         asked = getattr(sampling, name)
         if asked > room:
             raise ContextLengthError(

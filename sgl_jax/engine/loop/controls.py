@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from sgl_jax.core import calls, messages
+from sgl_jax.core import calls, messages, profile_messages
 from sgl_jax.core.engine_messages import Reply, answer, refusal
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.server_args import ServerArgs
@@ -276,7 +276,7 @@ class Controls:
         core.scheduler.handle(Configure(args.for_scheduler(), chunk))
         core.change_info(settings=shown)
 
-    def start_profile(self, message: messages.StartProfile) -> Reply:
+    def start_profile(self, message: profile_messages.StartProfile) -> Reply:
         """Start a device trace. If it is refused, remove the temporary folder made for it."""
         folder = message.output_dir or tempfile.mkdtemp(prefix="sgl_jax-profile-")
         try:
@@ -288,20 +288,20 @@ class Controls:
             return refusal(message, str(error), code="profile_refused", param=param)
         return answer(message, calls.Traced(folder))
 
-    def stop_profile(self, message: messages.StopProfile) -> Reply:
+    def stop_profile(self, message: profile_messages.StopProfile) -> Reply:
         try:
             folder = self._core.executor.profiler.stop()
         except (RuntimeError, OSError) as error:
             return refusal(message, str(error), code="profile_refused")
         return answer(message, calls.Traced(str(folder)))
 
-    def start_expert_record(self, message: messages.StartExpertRecord) -> Reply:
+    def start_expert_record(self, message: profile_messages.StartExpertRecord) -> Reply:
         return self._with_recorder(message, lambda own: own.start())
 
-    def stop_expert_record(self, message: messages.StopExpertRecord) -> Reply:
+    def stop_expert_record(self, message: profile_messages.StopExpertRecord) -> Reply:
         return self._with_recorder(message, lambda own: own.stop())
 
-    def dump_expert_record(self, message: messages.DumpExpertRecord) -> Reply:
+    def dump_expert_record(self, message: profile_messages.DumpExpertRecord) -> Reply:
         return self._with_recorder(message, lambda own: calls.ExpertRecord(own.counts().tolist()))
 
     def _with_recorder(self, message: Any, act: Callable[[ExpertRecorder], Any]) -> Reply:

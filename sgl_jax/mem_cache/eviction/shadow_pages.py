@@ -48,11 +48,8 @@ _PAGE_FIELDS = [
     *(("bucket", np.int64), ("ghost", np.int64)),
 ]
 _STATE_FIELDS = [
-    (
-        "queues",
-        np.int64,
-        (NUM_SHADOWS, MAX_USES + 1, 2),
-    ),  # by shadow and class: oldest, youngest page
+    # By shadow and class: oldest and youngest page.
+    ("queues", np.int64, (NUM_SHADOWS, MAX_USES + 1, 2)),
     ("counts", np.float64, (2, NUM_CLASSES)),  # pages used again, and pages evicted
     *(("num_pages", np.int64, NUM_SHADOWS), ("hits", np.int64, NUM_SHADOWS)),  # of each shadow
     ("now_s", np.float64),  # at the last use
@@ -109,11 +106,8 @@ def _place(page_hash: int, pages: Records, state: Record) -> np.int64:
     page = np.int64(state.free)
     state.free = pages[page].next
     bucket = (page_hash >> 20) & (state.num_buckets - 1)
-    pages[page].hash = page_hash
-    pages[page].next = pages[bucket].bucket
-    pages[page].last_use = 0
-    pages[page].last_path = 0
-    pages[page].left_as = 0
+    pages[page].hash, pages[page].next = page_hash, pages[bucket].bucket
+    pages[page].last_use = pages[page].last_path = pages[page].left_as = 0
     pages[bucket].bucket = page
     return page
 

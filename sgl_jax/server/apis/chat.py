@@ -8,7 +8,7 @@ from msgspec import UNSET, Struct, UnsetType
 from sgl_jax.core.engine_messages import TokenLogprobs
 from sgl_jax.engine.front.request_stream import Chunk, RequestStream
 from sgl_jax.server.admin.openapi import answers
-from sgl_jax.server.apis.native import MetaInfo, describe, native_logprobs
+from sgl_jax.server.apis.native_answers import MetaInfo, describe, native_logprobs
 from sgl_jax.server.apis.openai import (
     LOWEST_LOGPROB,
     AnswerHead,

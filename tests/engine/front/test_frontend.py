@@ -21,6 +21,7 @@ from tests.engine.scripted_engine import EOS, MAX_RUNNING, DirectClient, Scripte
 from tests.support.tokenizers import byte_level, load
 
 MAX_QUEUED = 100
+STRICT = ServerArgs(model_path="no tokenizer", strict_max_tokens=True)
 
 
 @pytest.fixture(scope="session")
@@ -319,9 +320,8 @@ def test_a_turn_that_was_refused_is_not_taken_back(rig: Rig) -> None:
 
 @pytest.mark.parametrize("server", ["auto", *LOGPROBS_MODES])
 def test_the_servers_mode_of_log_probabilities_replaces_the_apis(rig: Rig, server: str) -> None:
-    checks = RequestChecks(
-        rig.front.tokenizer, rig.front.facts, is_strict=False, logprobs_mode=server
-    )
+    args = ServerArgs(model_path="no tokenizer", logprobs_mode=server)
+    checks = RequestChecks(rig.front.tokenizer, rig.front.facts, args)
     for usual in LOGPROBS_MODES:
         prepared = checks.prepare([1], SamplingParams(), usual_logprobs_mode=usual)
         assert prepared.logprobs_mode == (usual if server == "auto" else server)
@@ -332,7 +332,7 @@ def test_the_servers_mode_of_log_probabilities_replaces_the_apis(rig: Rig, serve
 
 
 def test_a_default_length_is_marked_as_such(rig: Rig) -> None:
-    strict = RequestChecks(rig.front.tokenizer, rig.front.facts, is_strict=True)
+    strict = RequestChecks(rig.front.tokenizer, rig.front.facts, STRICT)
     for checks, sampling, is_default in (
         (strict, SamplingParams(), True),
         (strict, SamplingParams(max_new_tokens=9), False),
@@ -474,7 +474,7 @@ def test_logprobs_line_up_with_the_tokens(rig: Rig) -> None:
 
 
 def test_a_prompt_and_output_too_long_together_name_both_numbers(rig: Rig) -> None:
-    strict = RequestChecks(rig.front.tokenizer, rig.front.facts, is_strict=True)
+    strict = RequestChecks(rig.front.tokenizer, rig.front.facts, STRICT)
     both = SamplingParams(min_new_tokens=254, max_new_tokens=254)
     for checks, sampling, name in (
         (strict, SamplingParams(max_new_tokens=254), "max_new_tokens"),

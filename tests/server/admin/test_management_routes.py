@@ -18,7 +18,8 @@ from sgl_jax.core.engine_messages import (
     RequestOutput,
     WeightsChanged,
 )
-from sgl_jax.core.messages import GenerateRequest, PauseGeneration, StartProfile
+from sgl_jax.core.messages import GenerateRequest, PauseGeneration
+from sgl_jax.core.profile_messages import StartProfile
 from sgl_jax.core.progress import PhaseReport
 from sgl_jax.core.weight_messages import UpdateWeightsFromDisk, UpdateWeightsFromTensor
 from sgl_jax.engine.front.health import EngineHealth
