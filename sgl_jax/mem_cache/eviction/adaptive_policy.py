@@ -16,7 +16,7 @@ shadow are evicted last. In the order of expected returns, paths that a client w
 places with others of the same client (`retained_paths.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import sqrt
 
 import numpy as np
@@ -51,9 +51,15 @@ from sgl_jax.mem_cache.tree_node import TreeNode
 
 
 class AdaptivePolicy(EvictionPolicy):
-    """The adaptive order for a cache of `num_pages` pages, including the null page."""
+    """The adaptive order for a cache of `num_pages` pages, including the null page.
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    `most_cached` returns how many pages the tree could hold now; None: hits are not only limited by
+    pages, and are not compared with those of LRU's shadow.
+    """
+
+    def __init__(
+        self, num_pages: int, page_size: int, most_cached: Callable[[], int] | None = None
+    ) -> None:
         # Queues by number of uses or, while the cache follows expected returns, by their class.
         super().__init__(2 * NUM_RETURN_CLASSES)
         self._by_return = False
@@ -62,7 +68,7 @@ class AdaptivePolicy(EvictionPolicy):
         self._num_pages = num_pages
         self._page_size = page_size
         self._ghosts = GhostPages(GHOSTS_PER_PAGE * num_pages)
-        self._shadows = ShadowCaches(num_pages - 1)  # without the null page
+        self._shadows = ShadowCaches(num_pages - 1, most_cached)  # without the null page
         self._path_end: TreeNode | None = None  # the last node that was used
         # Leaves in the leading shadow, evicted last: by number of uses, and by hash.
         self._kept: list[EvictionQueue[TreeNode]] = [EvictionQueue() for _ in range(MAX_USES + 1)]

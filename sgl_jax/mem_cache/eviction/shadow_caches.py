@@ -3,8 +3,7 @@
 A shadow sees all requests. It has the size of the real cache or, if that is large, of a sample:
 only pages with a hash that ends in zeros, in a proportionally smaller cache (Waldspurger et al.
 2015). The shadow with the most hits over the last few turnovers becomes the `leading_policy`, once
-it leads clearly. If the cache itself has fewer hits than the shadow of LRU, the leading policy
-becomes LRU.
+it leads clearly. If the cache itself has fewer hits than the shadow of LRU, LRU becomes it.
 
 - `ADAPTIVE`: the order of `adaptive_policy.py`, with separate counts and ghosts.
 - `LRU`: least recently used first.
@@ -17,6 +16,7 @@ pages of a path are appended from its end, so that the end is evicted first; the
 the tree.
 """
 
+from collections.abc import Callable
 from itertools import accumulate
 
 import numpy as np
@@ -36,20 +36,24 @@ from sgl_jax.mem_cache.eviction.shadow_pages import (
 GHOSTS_PER_PAGE = 4
 MAX_SAMPLED = 2048  # pages of a shadow
 UNREAD_PART = 16  # 1 / 16 of the cache's pages may wait to be read
+HELD_PART = 3  # losses count while rows hold at most 1 / 3 of the pages: LRU's shadow has them all
 _NO_HASHES = np.zeros(0, np.int64)
 
 
 class ShadowCaches:
-    """Shadows of a cache with `num_pages` pages.
+    """Shadows of a cache with `num_pages` pages, of which `most_cached` returns how many may be
+    cached now: rows hold the others.
 
-    `leading_policy`, one of `ADAPTIVE`, `LRU` and `LFU`, is the order with the most hits.
+    `leading_policy`, one of `ADAPTIVE`, `LRU`, `LFU` and `RETURN`, is the order to follow.
     `has_changed` becomes True at its first change: until then the cache follows its adaptive order.
     """
 
     leading_policy: int
     has_changed: bool
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, most_cached: Callable[[], int] | None = None) -> None:
+        self._most_cached = most_cached
+        self._enough_cached = num_pages - num_pages // HELD_PART
         bits = max((num_pages - 1).bit_length() - (MAX_SAMPLED - 1).bit_length(), 0)
         self._mask = (1 << bits) - 1
         size = max(num_pages >> bits, 1)
@@ -139,6 +143,8 @@ class ShadowCaches:
         self._num_unread -= int(num_pages[-1])
         columns = (self._cached, self._times, self._seconds, self._classes)
         ends, (cached, times, seconds, classes) = num_pages[self._ends], map(np.array, columns)
+        if self._most_cached is None or self._most_cached() < self._enough_cached:
+            cached[:] = NONE
         self._forget_ends()
         hashes = np.concatenate(edges).view(np.int64)
         gone = read_paths(

@@ -29,8 +29,8 @@ HALVED_AFTER = 8  # turnovers after which hits, and the adaptive shadow's counts
 # up to the last part. Equal shadows may hold different pages, and each change costs the hits of a
 # cache that must fill again.
 _FIRST_LEAD, _GROWTH, _MOST_LEAD = 0.17, 1.5, 0.58
-# The cache returns to LRU when it has lost the first part of the cache size in hits, compared with
-# LRU's shadow, and later when it has lost another second part. Of gains, the third part counts.
+# The cache returns to LRU when it has `_MOST_LOST` of its size fewer hits than LRU's shadow, and
+# later when it has lost another `_MORE_LOST`. Gains count up to `_MOST_GAINED`.
 _MOST_LOST, _MORE_LOST, _MOST_GAINED = 0.07, 0.065, 0.1
 NONE = -1
 
@@ -59,8 +59,8 @@ _STATE_FIELDS = [
     ("num_left", np.int64),  # pages evicted from the adaptive shadow
     ("num_seen", np.int64),  # pages since hits were halved
     *(("num_paths", np.int64), ("leading_policy", np.int64), ("num_changes", np.int64)),
-    # Hits of LRU's shadow that the cache did not have, how many let it return to LRU, and how often
-    # they did, by the order that it left.
+    # Hits of LRU's shadow that the cache did not have, from how many it follows LRU, and how often
+    # it returned to LRU from each order.
     *(("num_lost", np.int64), ("most_lost", np.int64)),
     ("num_failures", np.int64, NUM_SHADOWS),
 ]
@@ -233,11 +233,8 @@ def _make_room(shadow: int, now: int, pages: Records, state: Record) -> int:
 @_compiled("(state,)")
 def _choose(state: Record) -> None:
     """Change the leading policy if another leads clearly, or to LRU if the cache has lost too much;
-    halve the hits after some turnovers.
-
-    Losses are those of the cache, which follows a shadow with a delay. `RETURN` is exempt: its hits
-    come in bursts, when conversations continue.
-    """
+    halve the hits after some turnovers. `RETURN` is exempt from losses: its hits come in bursts,
+    when conversations continue."""
     best = state.leading_policy
     most_lost = max(state.most_lost, state.size * _MOST_LOST)
     if best in (ADAPTIVE, LFU) and state.num_lost > most_lost:
@@ -256,7 +253,7 @@ def _choose(state: Record) -> None:
     if lead > state.size * min(_MOST_LEAD, _FIRST_LEAD * _GROWTH**num_changes):
         state.leading_policy = best
         state.num_changes += 1
-        state.most_lost = state.num_lost + int(state.size * _MORE_LOST)
+        state.most_lost = state.num_lost + max(int(state.size * _MORE_LOST), 1)
     if state.num_seen >= HALVED_AFTER * state.size:
         state.num_seen = 0
         for shadow in range(NUM_SHADOWS):
@@ -349,10 +346,10 @@ def read_paths(
 ) -> Int64Array:
     """Read one path after another into all shadows; return hashes that left the leading one.
 
-    `ends` are the ends of the paths in `hashes`, `cached` the pages at their beginnings that were
-    cached, `times` and `seconds` their times of use. A path with a class other than `NONE` is not
-    read: its pages get this class of expected return. A hash with a bit of `mask` set is outside
-    the sample.
+    `ends` are the ends of the paths in `hashes`, `times` and `seconds` their times of use, `cached`
+    the pages at their beginnings that were cached; `NONE`: not to be compared. A path with a class
+    other than `NONE` is not read: its pages get this class of expected return. A hash with a bit of
+    `mask` set is outside the sample.
     """
     assert len(ends) == len(times)
     assert ends[-1] == len(hashes)
@@ -393,8 +390,9 @@ def read_paths(
                 num_left += len(gone)
         for page in read:
             _free(page, pages, state)
-        num_lost += state.num_lost + state.hits[LRU]
-        state.num_lost = max(num_lost, -int(state.size * _MOST_GAINED))
+        if cached[path] != NONE:
+            num_lost += state.num_lost + state.hits[LRU]
+            state.num_lost = max(num_lost, -int(state.size * _MOST_GAINED))
         state.num_seen += num_read
         _choose(state)
     return left[:num_left]

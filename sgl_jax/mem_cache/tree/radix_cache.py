@@ -95,7 +95,8 @@ class RadixCache:
         pool = groups[full_groups[0]].pool if full_groups else 0
         policy = EvictionPolicy()
         if eviction_policy == "adaptive":
-            policy = AdaptivePolicy(allocators[pool].num_pages, page_size)
+            most_cached = self._most_cached if len(groups) == len(full_groups) else None
+            policy = AdaptivePolicy(allocators[pool].num_pages, page_size, most_cached)
         number = full_groups[0] if full_groups else 0
         group = groups[number] if full_groups else CacheGroup(None, _IN_NO_POOL)
         kind = FullComponent if full_groups else BareTokens
@@ -113,6 +114,10 @@ class RadixCache:
         self.num_locks = 0
         self.num_locked_tokens = 0
         self.num_evicted = num_evicted
+
+    def _most_cached(self) -> int:
+        """Return how many pages the tree could hold: all but those that only rows hold."""
+        return self.allocators[0].num_free + self._full.num_evictable + self._full.num_protected
 
     @property
     def num_evictable(self) -> list[int]:

@@ -20,8 +20,7 @@ def hits_of(prompts: list[Prompt], num_pages: int) -> np.ndarray:
         state = shadows._states[0]
         before = state.hits.copy()
         state.num_seen = 0  # hits never fade
-        # Nothing is lost, so the hits are those of one order all along.
-        shadows.use(hasher.hashes(np.array(prompt, np.int32)), now, was_cached=True)
+        shadows.use(hasher.hashes(np.array(prompt, np.int32)), now)
         shadows.end_path()
         shadows.read()
         hits += state.hits - before
@@ -58,6 +57,20 @@ def test_what_a_shadow_serves_is_served_when_it_is_followed(seed: int) -> None:
 @pytest.mark.parametrize("seed", [14, 48, 57, 120])
 def test_documents_scans_and_conversations_lose_nothing_to_lru(seed: int) -> None:
     assert drawn_mixtures.loss(seed) <= 0.002
+
+
+def test_losses_count_while_the_tree_may_hold_most_of_the_pool() -> None:
+    """The shadow of LRU has pages in place of those that rows hold."""
+    most_cached = [8]
+    shadows = ShadowCaches(12, lambda: most_cached[0])
+    state = shadows._states[0]
+    path = np.array([1, 2], np.uint64)
+    for now, (num_cached, num_lost) in enumerate([(8, 0), (8, 2), (7, 2), (8, 4)]):
+        most_cached[0] = num_cached
+        shadows.use(path, now + 1)
+        shadows.end_path()
+        shadows.read()
+        assert state.num_lost == num_lost
 
 
 def test_a_page_after_an_absent_one_is_no_hit() -> None:
@@ -101,7 +114,7 @@ def test_a_replaced_rest_that_is_used_is_expected_again() -> None:
 def test_all_is_forgotten_and_pages_of_one_hash_are_one() -> None:
     shadows = ShadowCaches(4)
     for now, first in enumerate([7, 7, 8, 7], 1):
-        shadows.use(np.array([first, 9, 9], np.uint64), now, was_cached=True)
+        shadows.use(np.array([first, 9, 9], np.uint64), now)
         shadows.end_path()
     shadows.read()
     assert shadows.num_uses(9) == 3
