@@ -25,9 +25,9 @@ from sgl_jax.checkpoint.orbax_format import save_orbax
 from sgl_jax.checkpoint.stored_head import with_stored_head
 from sgl_jax.checkpoint.tensor_files import INDEX_FILE
 from sgl_jax.layers.mesh_axes import DATA_AXIS, TENSOR_AXIS
+from sgl_jax.models.architecture import BuildOptions
 from sgl_jax.models.config import CONFIG_FILE, ModelConfig
 from sgl_jax.models.config_fields import read_json
-from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.placement import place_model
 from sgl_jax.models.quantization import AT_LOAD
 

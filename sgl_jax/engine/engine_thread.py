@@ -1,9 +1,10 @@
 """The engine loop in a thread of this process, its frontend, and calls that wait for replies."""
 
+import asyncio
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from sgl_jax.engine.front.health import EngineHealth
 from sgl_jax.engine.front.request_stream import RequestStream
 from sgl_jax.engine.loop.core import EngineCore
 from sgl_jax.engine.offline_images import settings_of, with_images
-from sgl_jax.engine.offline_inputs import Prompt, Sampling, as_struct
+from sgl_jax.engine.offline_inputs import Prompt, Sampling, as_options, as_struct
 from sgl_jax.engine.offline_results import Generation, GenerationError, extended
 from sgl_jax.engine.opening import open_model_files, open_tracer
 from sgl_jax.executor.model_executor import ModelExecutor
@@ -122,6 +123,52 @@ class EngineThread:
                     yield index, extended(None, chunk, streams[index])
         finally:
             self.abandon(streams)
+
+    def outputs(
+        self, prompt: Prompt, sampling: Sampling, options: Mapping[str, Any]
+    ) -> Iterator[Generation]:
+        """Submit one prompt, and yield the whole output so far each time it has grown."""
+        ready: queue.SimpleQueue[int] = queue.SimpleQueue()
+        each = as_options(options, 1)
+        (stream,) = self.submit([prompt], [sampling], each, ready.put, streaming=True)
+        so_far = None
+        try:
+            while so_far is None or so_far.finish_reason is None:
+                ready.get()
+                chunk = stream.take()
+                if chunk is not None:
+                    so_far = extended(so_far, chunk, stream)
+                    yield so_far
+        finally:
+            self.abandon([stream])
+
+    async def async_outputs(
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        options: Mapping[str, Any],
+        *,
+        streaming: bool,
+    ) -> AsyncIterator[Generation]:
+        """Run `outputs` without blocking the event loop. Yield only the end if not `streaming`."""
+        loop, ready = asyncio.get_running_loop(), asyncio.Event()
+
+        def on_ready(_: int) -> None:
+            loop.call_soon_threadsafe(ready.set)
+
+        each = as_options(options, 1)
+        (stream,) = self.submit([prompt], [sampling], each, on_ready, streaming=streaming)
+        so_far = None
+        try:
+            while so_far is None or so_far.finish_reason is None:
+                await ready.wait()
+                ready.clear()
+                chunk = stream.take()
+                if chunk is not None:
+                    so_far = extended(so_far, chunk, stream)
+                    yield so_far
+        finally:
+            self.abandon([stream])
 
     def abandon(self, streams: Sequence[RequestStream]) -> None:
         """End these requests; those that have ended stay as they are."""

@@ -4,18 +4,14 @@ with Engine(model_path="models/demo") as engine:
     print(engine.generate("The code of Anna is", {"max_new_tokens": 8}).text)
 """
 
-import asyncio
-import queue
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any, overload
 
-import msgspec
 from jax.sharding import Mesh
 from tqdm import tqdm
 
 from sgl_jax.checkpoint.gguf.folder import model_folder
-from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import (
     CloseSession,
     ContinueGeneration,
@@ -28,7 +24,7 @@ from sgl_jax.core.messages import (
     PauseMode,
     RollbackSession,
 )
-from sgl_jax.core.request_limits import check_namespace, one_namespace
+from sgl_jax.core.request_limits import one_namespace
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.weight_messages import (
@@ -39,9 +35,16 @@ from sgl_jax.core.weight_messages import (
     UpdateWeightsFromTensor,
 )
 from sgl_jax.engine.engine_thread import EngineThread
-from sgl_jax.engine.front.request_checks import output_scores, scored_prompt
-from sgl_jax.engine.offline_inputs import Prompt, Sampling, as_batch, as_new_id, as_options
-from sgl_jax.engine.offline_results import Generation, extended
+from sgl_jax.engine.front.request_checks import output_scores
+from sgl_jax.engine.offline_inputs import (
+    Prompt,
+    Sampling,
+    as_batch,
+    as_new_id,
+    as_scored,
+    check_opening,
+)
+from sgl_jax.engine.offline_results import Generation
 from sgl_jax.engine.weight_trees import Weights, in_buckets
 from sgl_jax.executor.model_executor import ModelExecutor
 from sgl_jax.text.tokenizer import Tokenizer
@@ -181,14 +184,8 @@ class Engine:
             InvalidRequestError, GenerationError, EngineDeadError: as for `generate`.
         """
         sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-        prompts, each_options = list[Prompt](), list[dict[str, Any]]()
-        shared = as_options(options, len(prompt_ids))
-        for prompt, output, own in zip(prompt_ids, output_ids, shared, strict=True):
-            ids, scored = scored_prompt(prompt, output)
-            prompts.append(ids)
-            each_options.append(own | scored)
-        one_token = [msgspec.structs.replace(sampling, max_new_tokens=1)] * len(prompts)
-        results = self._generate_all(prompts, one_token, each_options, progress)
+        batch = as_scored(prompt_ids, output_ids, sampling, options)
+        results = self._generate_all(*batch, progress)
         return [output_scores(each.prompt_logprobs, each.logprobs) for each in results]
 
     def _generate_all(
@@ -211,28 +208,15 @@ class Engine:
 
         Leaving the loop early ends the request in the engine.
         """
-        ready: queue.SimpleQueue[int] = queue.SimpleQueue()
-        each = as_options(options, 1)
-        (stream,) = self._engine.submit(
-            [prompt], [sampling_params], each, ready.put, streaming=True
-        )
-        so_far = None
-        try:
-            while so_far is None or so_far.finish_reason is None:
-                ready.get()
-                chunk = stream.take()
-                if chunk is not None:
-                    so_far = extended(so_far, chunk, stream)
-                    yield so_far
-        finally:
-            self._engine.abandon([stream])
+        return self._engine.outputs(prompt, sampling_params, options)
 
     async def async_generate(
         self, prompt: Prompt, sampling_params: Sampling = None, **options: Any
     ) -> Generation:
         """Run `generate` for one prompt without blocking the event loop."""
         latest = None
-        async for so_far in self._results(prompt, sampling_params, options, streaming=False):
+        outputs = self._engine.async_outputs(prompt, sampling_params, options, streaming=False)
+        async for so_far in outputs:
             latest = so_far
         assert latest is not None, "a stream ends with a finish reason"
         return latest
@@ -241,32 +225,9 @@ class Engine:
         self, prompt: Prompt, sampling_params: Sampling = None, **options: Any
     ) -> AsyncIterator[Generation]:
         """Run `stream` without blocking the event loop."""
-        async for so_far in self._results(prompt, sampling_params, options, streaming=True):
+        outputs = self._engine.async_outputs(prompt, sampling_params, options, streaming=True)
+        async for so_far in outputs:
             yield so_far
-
-    async def _results(
-        self, prompt: Prompt, sampling_params: Sampling, options: Mapping[str, Any], streaming: bool
-    ) -> AsyncIterator[Generation]:
-        loop, ready = asyncio.get_running_loop(), asyncio.Event()
-
-        def on_ready(_: int) -> None:
-            loop.call_soon_threadsafe(ready.set)
-
-        each = as_options(options, 1)
-        (stream,) = self._engine.submit(
-            [prompt], [sampling_params], each, on_ready, streaming=streaming
-        )
-        so_far = None
-        try:
-            while so_far is None or so_far.finish_reason is None:
-                await ready.wait()
-                ready.clear()
-                chunk = stream.take()
-                if chunk is not None:
-                    so_far = extended(so_far, chunk, stream)
-                    yield so_far
-        finally:
-            self._engine.abandon([stream])
 
     def open_session(
         self,
@@ -291,21 +252,15 @@ class Engine:
             GenerationError: too many sessions are open.
         """
         name, namespace = as_new_id(session_id), one_namespace(extra_key, cache_salt)
-        check_namespace(namespace)
-        if capacity_of_str_len < 0 or (timeout is not None and not timeout > 0):
-            raise InvalidRequestError(
-                "capacity_of_str_len must be at least 0 and timeout above 0, got "
-                f"{capacity_of_str_len} and {timeout}",
-                "timeout" if capacity_of_str_len >= 0 else "capacity_of_str_len",
-            )
-        question = OpenSession(
+        opening = OpenSession(
             session_id=name,
             streaming=streaming,
             capacity_of_str_len=capacity_of_str_len,
             timeout_s=timeout,
             namespace=namespace,
         )
-        self._engine.checked_call(question)
+        check_opening(opening)
+        self._engine.checked_call(opening)
         return name
 
     def close_session(self, session_id: str) -> None:

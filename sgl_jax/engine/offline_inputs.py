@@ -1,4 +1,4 @@
-"""Converts the input forms accepted by the offline `Engine` to one form."""
+"""Checks the inputs of the offline `Engine`, and converts their forms to one form."""
 
 import uuid
 from collections.abc import Mapping, Sequence
@@ -7,9 +7,16 @@ from typing import Any, TypeVar
 import msgspec
 
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.messages import SessionTurn
-from sgl_jax.core.request_limits import MAX_CHOICES, check_session_id, for_each, one_namespace
+from sgl_jax.core.messages import OpenSession, SessionTurn
+from sgl_jax.core.request_limits import (
+    MAX_CHOICES,
+    check_namespace,
+    check_session_id,
+    for_each,
+    one_namespace,
+)
 from sgl_jax.core.sampling_params import RANDOM_SEED, SamplingParams, choice_seed
+from sgl_jax.engine.front.request_checks import scored_prompt
 
 T = TypeVar("T")
 Prompt = str | Sequence[int]
@@ -22,6 +29,18 @@ def as_new_id(given: str | None) -> str:
     name = uuid.uuid4().hex if given is None else given
     check_session_id(name)
     return name
+
+
+def check_opening(opening: OpenSession) -> None:
+    """Raise InvalidRequestError if the namespace, `capacity_of_str_len` or `timeout` is invalid."""
+    check_namespace(opening.namespace)
+    capacity, timeout = opening.capacity_of_str_len, opening.timeout_s
+    if capacity < 0 or (timeout is not None and not timeout > 0):
+        raise InvalidRequestError(
+            f"capacity_of_str_len must be at least 0 and timeout above 0, got {capacity} "
+            f"and {timeout}",
+            "timeout" if capacity >= 0 else "capacity_of_str_len",
+        )
 
 
 def as_options(options: Mapping[str, Any], num_prompts: int) -> list[dict[str, Any]]:
@@ -134,6 +153,23 @@ def _as_samples(
         prompts += [prompt] * count
         owns += [own] * count
     return prompts, samplings, owns
+
+
+def as_scored(
+    prompt_ids: Sequence[Sequence[int]],
+    output_ids: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    options: Mapping[str, Any],
+) -> Batch:
+    """Return prompts, sampling parameters and options of `Engine.score`, one of each per output.
+    Raises `InvalidRequestError`."""
+    prompts, owns = list[Prompt](), list[Mapping[str, Any]]()
+    shared = as_options(options, len(prompt_ids))
+    for prompt, output, own in zip(prompt_ids, output_ids, shared, strict=True):
+        ids, scored = scored_prompt(prompt, output)
+        prompts.append(ids)
+        owns.append(own | scored)
+    return prompts, [msgspec.structs.replace(sampling, max_new_tokens=1)] * len(prompts), owns
 
 
 def as_struct(given: Any, kind: type[T], param: str) -> T:

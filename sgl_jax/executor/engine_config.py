@@ -42,8 +42,8 @@ from sgl_jax.mem_cache.device_pool import (
     kv_pool_shape,
     state_pool_shapes,
 )
+from sgl_jax.models.architecture import BuildOptions
 from sgl_jax.models.config import ModelConfig
-from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.expert_placement import ExpertPlacement, placement_for
 
 _UNROLLED_LAYERS = 4

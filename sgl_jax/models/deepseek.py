@@ -14,8 +14,8 @@ from sgl_jax.layers.latent_attention import LatentAttention
 from sgl_jax.layers.linear import Linear
 from sgl_jax.layers.norm import LayerNorm, RMSNorm
 from sgl_jax.layers.sources import Padded, Source, Tensor, row_size
+from sgl_jax.models.architecture import Architecture, BuildOptions
 from sgl_jax.models.config import LayerSpec, ModelConfig
-from sgl_jax.models.decoder import Architecture, BuildOptions
 from sgl_jax.models.decoder_layer import DecoderLayer
 from sgl_jax.models.llama import gated_mlp, llama_layer, norm
 from sgl_jax.models.projections import as_floats, linear

@@ -17,8 +17,8 @@ from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.parameter import stack_layers
 from sgl_jax.layers.sampling.split_logits import SplitLogits
 from sgl_jax.layers.sources import Tensor
+from sgl_jax.models.architecture import Architecture, BuildOptions
 from sgl_jax.models.config import ModelConfig
-from sgl_jax.models.decoder import Architecture, BuildOptions
 from sgl_jax.models.decoder_layer import DecoderLayer
 from sgl_jax.models.llama import require_divisible
 

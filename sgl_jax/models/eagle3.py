@@ -18,8 +18,8 @@ from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.parameter import parameter
 from sgl_jax.layers.sampling.split_logits import SplitLogits
 from sgl_jax.layers.sources import Padded, Tensor
+from sgl_jax.models.architecture import BuildOptions
 from sgl_jax.models.config import Eagle3Head, ModelConfig
-from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.decoder_layer import DecoderLayer, normalised
 from sgl_jax.models.draft_layer import draft_options, stack_draft_layer, the_only_layer
 from sgl_jax.models.llama import llama_layer, norm, require_divisible

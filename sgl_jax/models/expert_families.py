@@ -7,8 +7,8 @@
   the chunks, the unrotated layers and the scale of their queries.
 """
 
+from sgl_jax.models.architecture import Architecture, BuildOptions
 from sgl_jax.models.config import LayerSpec, ModelConfig, ModelConfigError
-from sgl_jax.models.decoder import Architecture, BuildOptions
 from sgl_jax.models.decoder_layer import DecoderLayer
 from sgl_jax.models.llama import QKNorm, attention, gated_mlp, llama_layer, norm
 from sgl_jax.models.qwen3 import ExpertNames, mixture_of_experts

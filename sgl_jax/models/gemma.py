@@ -15,8 +15,8 @@ from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.parameter import parameter
 from sgl_jax.layers.per_layer_embedding import PerLayerEmbedding, PerLayerGate
 from sgl_jax.layers.sources import Padded, Tensor
+from sgl_jax.models.architecture import Architecture, BuildOptions
 from sgl_jax.models.config import LayerSpec, ModelConfig
-from sgl_jax.models.decoder import Architecture, BuildOptions
 from sgl_jax.models.decoder_layer import DecoderLayer
 from sgl_jax.models.gemma4_tower import Gemma4Tower
 from sgl_jax.models.gemma_tower import Gemma3Tower

@@ -10,8 +10,8 @@ from sgl_jax.kernels.tpu_chip import SUBLANES
 from sgl_jax.layers.linear import ExpertLinear, Linear
 from sgl_jax.layers.moe import MixtureOfExperts, clamped_swiglu
 from sgl_jax.layers.sources import Padded, Slice, Source, Tensor, row_size
+from sgl_jax.models.architecture import BuildOptions
 from sgl_jax.models.config import LayerSpec, ModelConfig, ModelConfigError, MoeConfig
-from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.decoder_layer import DecoderLayer
 from sgl_jax.models.llama import attention, norm
 from sgl_jax.models.projections import quantization_of

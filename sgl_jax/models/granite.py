@@ -8,8 +8,8 @@ from functools import partial
 
 from sgl_jax.layers.linear import GatedMLP
 from sgl_jax.layers.moe import MixtureOfExperts, SharedExpert
+from sgl_jax.models.architecture import Architecture, BuildOptions
 from sgl_jax.models.config import LayerSpec, ModelConfig
-from sgl_jax.models.decoder import Architecture, BuildOptions
 from sgl_jax.models.decoder_layer import DecoderLayer
 from sgl_jax.models.llama import MLPNames, attention, gated_mlp, norm
 from sgl_jax.models.mamba2 import mamba2

@@ -13,8 +13,8 @@ from sgl_jax.layers.head_sources import ByHead, HeadRows
 from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.sources import Derived, Tensor
 from sgl_jax.layers.tensor_keys import Index, Shape, Tensors
+from sgl_jax.models.architecture import Architecture, BuildOptions
 from sgl_jax.models.config import LayerSpec, ModelConfig
-from sgl_jax.models.decoder import Architecture, BuildOptions
 from sgl_jax.models.decoder_layer import DecoderLayer
 from sgl_jax.models.deepseek import latent_attention
 from sgl_jax.models.llama import gated_mlp, norm, require_divisible

@@ -20,8 +20,8 @@ from sgl_jax.layers.moe import MixtureOfExperts
 from sgl_jax.layers.norm import AllHeadsNorm, RMSNorm
 from sgl_jax.layers.qkv_heads import HeadsNorm
 from sgl_jax.layers.sources import OneOf, Ones, Slice, Source, Tensor
+from sgl_jax.models.architecture import BuildOptions
 from sgl_jax.models.config import LayerSpec, ModelConfig
-from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.decoder_layer import DecoderLayer
 from sgl_jax.models.projections import linear
 

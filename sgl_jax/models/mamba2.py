@@ -5,8 +5,8 @@ from sgl_jax.layers.gated_delta_net import DepthwiseConv
 from sgl_jax.layers.head_sources import ByHead, HeadRows
 from sgl_jax.layers.sources import Slice, Tensor
 from sgl_jax.layers.state_space import GroupedNorm, Mamba2
+from sgl_jax.models.architecture import BuildOptions
 from sgl_jax.models.config import LayerSpec, ModelConfig
-from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.llama import require_divisible
 from sgl_jax.models.projections import linear
 

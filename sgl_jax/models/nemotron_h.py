@@ -3,8 +3,8 @@
 Attention is not rotated, and dense feed-forward layers and experts have no gates.
 """
 
+from sgl_jax.models.architecture import Architecture, BuildOptions
 from sgl_jax.models.config import LayerSpec, ModelConfig
-from sgl_jax.models.decoder import Architecture, BuildOptions
 from sgl_jax.models.decoder_layer import DecoderLayer
 from sgl_jax.models.llama import MLPNames, attention, gated_mlp, norm
 from sgl_jax.models.mamba2 import mamba2

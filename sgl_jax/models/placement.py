@@ -18,8 +18,9 @@ from jax.sharding import Mesh, NamedSharding
 from sgl_jax.layers.layer_weights import is_separated, shape_of_layer
 from sgl_jax.layers.mesh_axes import DATA_AXIS, TENSOR_AXIS
 from sgl_jax.layers.parameter import Declaration, ParamTree, Path, declarations
+from sgl_jax.models.architecture import BuildOptions
 from sgl_jax.models.config import ModelConfig
-from sgl_jax.models.decoder import BuildOptions, CausalLM
+from sgl_jax.models.decoder import CausalLM
 from sgl_jax.models.registry import build_model
 
 

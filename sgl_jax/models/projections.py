@@ -5,8 +5,8 @@ import math
 from sgl_jax.layers.linear import Linear, Split
 from sgl_jax.layers.quantized_matrix import Quantized
 from sgl_jax.layers.sources import Dequantized, Source
+from sgl_jax.models.architecture import BuildOptions
 from sgl_jax.models.config_fields import ModelConfigError
-from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.layer_specs import LayerSpec
 from sgl_jax.models.quantization import Rule
 

@@ -7,8 +7,8 @@ from typing import Any, Literal, NamedTuple
 from sgl_jax.layers.linear import ACTIVATIONS, ExpertLinear, Linear
 from sgl_jax.layers.moe import GATED, MixtureOfExperts, SharedExpert, silu_gated
 from sgl_jax.layers.sources import OneOf, Slice, Source, Stacked, Tensor
+from sgl_jax.models.architecture import Architecture, BuildOptions
 from sgl_jax.models.config import LayerSpec, ModelConfig, ModelConfigError, MoeConfig
-from sgl_jax.models.decoder import Architecture, BuildOptions
 from sgl_jax.models.decoder_layer import DecoderLayer
 from sgl_jax.models.llama import MLPNames, gated_mlp, llama_layer, require_divisible
 from sgl_jax.models.projections import quantization_of

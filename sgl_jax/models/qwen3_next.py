@@ -13,8 +13,8 @@ from sgl_jax.layers.gated_delta_net import DepthwiseConv, GatedDeltaNet
 from sgl_jax.layers.head_sources import ByHead, HeadRows
 from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.sources import Source, Tensor
+from sgl_jax.models.architecture import Architecture, BuildOptions
 from sgl_jax.models.config import LayerSpec, ModelConfig
-from sgl_jax.models.decoder import Architecture, BuildOptions
 from sgl_jax.models.decoder_layer import DecoderLayer
 from sgl_jax.models.llama import attention, gated_mlp, norm, require_divisible
 from sgl_jax.models.projections import linear

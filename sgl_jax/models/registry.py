@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
 
+from sgl_jax.models.architecture import Architecture, BuildOptions
 from sgl_jax.models.config import ModelConfig
-from sgl_jax.models.decoder import Architecture, BuildOptions, CausalLM
+from sgl_jax.models.decoder import CausalLM
 from sgl_jax.models.deepseek import DEEPSEEK, MISTRAL3, deepseek_layer
 from sgl_jax.models.draft_layer import declare_draft_layer
 from sgl_jax.models.drafter import Drafter

@@ -13,8 +13,8 @@ from sgl_jax.checkpoint.convert import convert
 from sgl_jax.checkpoint.errors import CheckpointError
 from sgl_jax.checkpoint.kv_scales import ScalesByHead, read_kv_scales, write_kv_scales
 from sgl_jax.checkpoint.loading import load_params
+from sgl_jax.models.architecture import BuildOptions
 from sgl_jax.models.config import ModelConfig
-from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.placement import place_model
 from tests.checkpoint.quantized_folder import QUANTIZED, changed_copy, read_tensors
 

@@ -21,8 +21,8 @@ from sgl_jax.checkpoint.hf_loading import aligned
 from sgl_jax.checkpoint.loading import detect_format, load_params
 from sgl_jax.checkpoint.stored_head import with_stored_head
 from sgl_jax.core.progress import Progress
+from sgl_jax.models.architecture import BuildOptions
 from sgl_jax.models.config import ModelConfig
-from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.expert_placement import place_experts
 from sgl_jax.models.placement import place_model
 from tests.support.embedding_models import save_base_model, write_modules

@@ -12,8 +12,8 @@ from sgl_jax.checkpoint.convert import convert
 from sgl_jax.checkpoint.errors import CheckpointError
 from sgl_jax.checkpoint.loading import detect_format, load_params
 from sgl_jax.kernels.quantized_matmul.numbers import dequantized
+from sgl_jax.models.architecture import BuildOptions
 from sgl_jax.models.config import ModelConfig
-from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.placement import place_model
 from tests.checkpoint.quantized_folder import QUANTIZED, changed_copy, read_tensors
 from tests.support.long import long

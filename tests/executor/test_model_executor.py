@@ -19,8 +19,8 @@ from sgl_jax.executor.model_executor import ModelExecutor
 from sgl_jax.executor.programs import Programs
 from sgl_jax.executor.weights import ServedWeights
 from sgl_jax.kernels.attention.batch import AttentionBatch
+from sgl_jax.models.architecture import BuildOptions
 from sgl_jax.models.config import ModelConfig
-from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.placement import place_model
 from tests.executor.step_driver import Driver, Row
 from tests.support.long import long

@@ -7,6 +7,7 @@ import pytest
 
 from sgl_jax.core.layer_configs import Scheme
 from sgl_jax.kernels.attention.batch import ScoreOptions
+from sgl_jax.models.architecture import BuildOptions
 from sgl_jax.models.config import (
     CacheGroup,
     LayerSpec,
@@ -14,7 +15,6 @@ from sgl_jax.models.config import (
     ModelConfigError,
     RopeConfig,
 )
-from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.registry import build_model
 from tests.models.configs import GEMMA3, GPT_OSS, MOE, PLAIN, YARN, read
 

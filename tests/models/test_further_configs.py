@@ -11,8 +11,8 @@ import pytest
 from sgl_jax.core.layer_configs import ExpertChoice, LatentConfig
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.layers.parameter import declarations
+from sgl_jax.models.architecture import BuildOptions
 from sgl_jax.models.config import ModelConfig, ModelConfigError, MoeConfig, RopeConfig
-from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.quantization import LayerRules
 from sgl_jax.models.registry import build_model
 from sgl_jax.models.rope_config import QueryScale

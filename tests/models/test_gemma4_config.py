@@ -8,8 +8,8 @@ import pytest
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.executor.engine_config import EngineConfig
 from sgl_jax.layers.parameter import declarations
+from sgl_jax.models.architecture import BuildOptions
 from sgl_jax.models.config import ModelConfig, ModelConfigError
-from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.eagle3_config import with_eagle3_head
 from sgl_jax.models.gemma4_config import HeadSizes
 from sgl_jax.models.registry import build_model

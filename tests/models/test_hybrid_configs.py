@@ -7,8 +7,8 @@ import pytest
 
 from sgl_jax.core.engine_sizes import LAST_VALUE, CacheGroup
 from sgl_jax.core.layer_configs import ExpertChoice, GatedDeltaConfig
+from sgl_jax.models.architecture import BuildOptions
 from sgl_jax.models.config import ModelConfig, ModelConfigError, RopeConfig
-from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.registry import build_model
 from tests.models.configs import EXPERTS, HYBRID
 from tests.models.golden_server import GOLDEN

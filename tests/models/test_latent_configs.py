@@ -8,8 +8,8 @@ from sgl_jax.core.engine_sizes import CacheGroup
 from sgl_jax.core.layer_configs import ExpertChoice, IndexerConfig, LatentConfig
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.executor.engine_config import EngineConfig
+from sgl_jax.models.architecture import BuildOptions
 from sgl_jax.models.config import ModelConfig, ModelConfigError
-from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.registry import build_model
 
 V3 = {

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from sgl_jax.models.architecture import BuildOptions
 from sgl_jax.models.config import ModelConfig, ModelConfigError
-from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.placement import place_model
 from tests.models.golden_server import GOLDEN
 

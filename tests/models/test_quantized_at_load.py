@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from sgl_jax.layers.parameter import declarations
+from sgl_jax.models.architecture import BuildOptions
 from sgl_jax.models.config import ModelConfig, ModelConfigError
-from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.registry import build_model
 from tests.checkpoint.test_quantized_loading import load
 from tests.models.golden_server import GOLDEN

@@ -6,9 +6,9 @@ import pytest
 
 from sgl_jax.core.engine_sizes import LAST_VALUE, CacheGroup
 from sgl_jax.core.layer_configs import StateSpaceConfig
+from sgl_jax.models.architecture import BuildOptions
 from sgl_jax.models.config import ModelConfig, ModelConfigError
 from sgl_jax.models.config_fields import read_json
-from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.registry import build_model
 from tests.models.golden_server import GOLDEN
 

@@ -6,7 +6,7 @@ import pytest
 
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS
 from sgl_jax.layers.parameter import declarations
-from sgl_jax.models.decoder import BuildOptions
+from sgl_jax.models.architecture import BuildOptions
 from sgl_jax.models.registry import build_model
 from sgl_jax.planner.arguments import parse_plan_request, read_config
 from sgl_jax.planner.kernel_time import VECTOR_RATE, DeviceBytes, StepWork

@@ -16,8 +16,8 @@ from sgl_jax.checkpoint.gguf.folder import model_folder
 from sgl_jax.checkpoint.loading import detect_format, load_params
 from sgl_jax.checkpoint.tensor_files import TensorFiles
 from sgl_jax.engine.offline import Engine
+from sgl_jax.models.architecture import BuildOptions
 from sgl_jax.models.config import ModelConfig
-from sgl_jax.models.decoder import BuildOptions
 from sgl_jax.models.placement import place_model
 from sgl_jax.planner.arguments import read_config
 from tests.checkpoint.gguf.gguf_files import golden_copy, write_gguf
