@@ -143,8 +143,8 @@ class ShadowCaches:
         self._num_unread -= int(num_pages[-1])
         columns = (self._cached, self._times, self._seconds, self._classes)
         ends, (cached, times, seconds, classes) = num_pages[self._ends], map(np.array, columns)
-        if self._most_cached is None or self._most_cached() < self._enough_cached:
-            cached[:] = NONE
+        may_compare = self._most_cached is not None and self._most_cached() >= self._enough_cached
+        cached = cached if may_compare else np.full_like(cached, NONE)
         self._forget_ends()
         hashes = np.concatenate(edges).view(np.int64)
         gone = read_paths(
