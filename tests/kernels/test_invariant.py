@@ -241,6 +241,28 @@ def test_a_row_of_a_product_depends_on_no_other(transposed: bool) -> None:
     np.testing.assert_allclose(simulate(jax.jit(multiply), x), expected, rtol=0, atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("inputs", "dtype", "expected"),
+    [
+        (16_384, jnp.float32, 256),
+        (21_504, jnp.float32, 128),
+        (28_672, jnp.bfloat16, 256),
+        (43_008, jnp.bfloat16, 128),
+    ],
+)
+def test_wide_inputs_are_multiplied_with_fewer_rows_in_every_step(
+    inputs: int, dtype: Any, expected: int
+) -> None:
+    def multiply(x: Any, matrix: Any) -> Any:
+        with invariant_rows(BLOCKS):
+            return matmul(x, matrix)
+
+    matrix = jax.ShapeDtypeStruct((inputs, 128), dtype)
+    for num_rows in (1, 256, 2000):
+        x = jax.ShapeDtypeStruct((num_rows, inputs), dtype)
+        assert product_rows(multiply, x, matrix) == {expected}
+
+
 @pytest.mark.parametrize("transposed", [False, *long(True)])
 def test_a_line_of_an_experts_product_depends_on_no_other(transposed: bool) -> None:
     inputs, outputs = 256, 384

@@ -13,6 +13,7 @@ import pytest
 from sgl_jax.core.layer_configs import Scheme
 from sgl_jax.kernels.attention.tpu.prefill import prefill_attention
 from sgl_jax.kernels.attention.tpu.tuned import invariant_blocks
+from sgl_jax.kernels.grouped_matmul.tpu import multiply_rows
 from sgl_jax.kernels.quantized_matmul.numbers import QuantizedArrays
 from sgl_jax.kernels.quantized_matmul.tpu import tpu_quantized_matmul
 from sgl_jax.kernels.row_blocks import TPU_BLOCK_ROWS
@@ -130,6 +131,24 @@ def test_a_product_with_one_zero_point_for_each_output_compiles(
     )
     assert num_kernels(compiled) == 1
     assert seconds < MAX_COMPILE_S
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("generation", ["v6e"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_products_of_wide_inputs_fit_vector_memory(
+    generation: str, dtype: Any, tpu_mesh: Any
+) -> None:
+    inputs, outputs = (28_672 if dtype == jnp.float32 else 43_008), 256
+    compiled, seconds = compile_on(
+        tpu_mesh(generation),
+        partial(multiply_rows, transposed=False, dtype=dtype),
+        struct(dtype, 4 * TPU_BLOCK_ROWS, inputs),
+        struct(dtype, 2, inputs, outputs),
+        struct(jnp.int32),
+    )
+    assert num_kernels(compiled) == 2  # with the plan of visits
+    assert seconds < 6 * MAX_COMPILE_S
 
 
 @pytest.mark.long
