@@ -67,7 +67,8 @@ def invariant_kernels(platform: str, backend: str) -> Kernels:
     before a token in its request. See `kernels.row_blocks` for other layers."""
     kernels = kernels_of(platform, backend)
     if backend == "pallas":
-        names = "attend", "attend_latents", "multiply_groups", "gated_delta", "state_space"
+        products = "multiply_quantized", "multiply_groups"
+        names = "attend", "attend_latents", *products, "gated_delta", "state_space"
         own = {name: partial(getattr(kernels, name), is_invariant=True) for name in names}
         # A product that adds a token's lines orders them by their places in the step, and kernels
         # compute gates in float32 in short steps only.

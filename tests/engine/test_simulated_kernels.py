@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from sgl_jax.engine.offline import Engine
+from sgl_jax.executor.programs import Programs
 
 ROOT = Path(__file__).parents[2]
 # More than a page, and more than a chunk; and a single token, which decodes beside that.
@@ -96,20 +97,32 @@ def test_heads_that_a_kernel_normalises_and_rotates_serve_the_same_tokens(heads_
 
 
 @pytest.mark.long
-def test_a_deterministic_answer_depends_on_neither_batch_nor_chunks(heads_of_whole_rows):
+def test_a_deterministic_answer_depends_on_neither_batch_nor_chunks(
+    heads_of_whole_rows, monkeypatch
+):
+    compile_step, tokens = Programs.compile_step, []
+
+    def compile_noted(programs, bucket):
+        tokens.append(bucket.tokens)
+        return compile_step(programs, bucket)
+
+    monkeypatch.setattr(Programs, "compile_step", compile_noted)
     random = np.random.default_rng(0)
-    first, *others = (random.integers(3, 200, n).tolist() for n in (40, 17, 5))
+    first, *others = (random.integers(3, 200, n).tolist() for n in (40, 230, 17, 5))
 
     def answers(batch, **settings):
         own = SETTINGS | {"load_format": "dummy", "attention_backend": "pallas"}
-        own |= {"enable_deterministic_inference": True, "max_running_requests": 4} | settings
+        own |= {"enable_deterministic_inference": True, "max_running_requests": 4}
+        own |= {"context_length": 256} | settings
         wanted = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
         with Engine(heads_of_whole_rows, **own) as engine:
             outputs = engine.generate(input_ids=batch, sampling_params=wanted, return_logprob=True)
         return [(out.output_ids, [own.logprob for own in out.logprobs]) for out in outputs]
 
-    (alone,) = answers([first], chunked_prefill_size=64)
-    assert answers([*others, first], chunked_prefill_size=16)[-1] == alone
+    (alone,) = answers([first], chunked_prefill_size=16)
+    # Its first step has more than a block's 256 rows, and no step of the other engine has.
+    assert answers([*others, first], chunked_prefill_size=320)[-1] == alone
+    assert tokens == [256, 320, 256]
 
 
 @pytest.mark.long

@@ -29,7 +29,7 @@ from tests.kernels.gated_delta.problems import LAYER, Case, Program, build
 from tests.kernels.quantized_matmul.problems import draw
 from tests.kernels.simulation import product_rows, simulate
 from tests.kernels.state_space.problems import Lines
-from tests.support.long import long
+from tests.support.long import long, long_but
 
 KERNELS = invariant_kernels("cpu", "pallas")
 BLOCKS = invariant_row_blocks("cpu", "pallas")
@@ -185,10 +185,11 @@ SCHEMES = {
     "int8": Scheme("int8"),
     "groups of int4": Scheme("int4", group_size=32),
     "int8 activations": Scheme("int8", activation="int8"),
+    "int4 with zero points": Scheme("int4", has_zero_points=True),
 }
 
 
-@pytest.mark.parametrize("name", ["groups of int4", *long("int8", "int8 activations")])
+@pytest.mark.parametrize("name", long_but(SCHEMES, "groups of int4"))
 def test_a_row_of_a_quantized_product_depends_on_no_other(name: str) -> None:
     scheme, inputs = SCHEMES[name], 512
     arrays = draw(scheme, inputs, 256)
@@ -198,6 +199,28 @@ def test_a_row_of_a_quantized_product_depends_on_no_other(name: str) -> None:
         return row_wise(lambda x: KERNELS.multiply_quantized(x, own, jnp.int32(1), scheme), x)
 
     check_rows(multiply, rows_of(700, inputs), sizes=(256, 600))
+
+
+def quantized_jaxpr(scheme: Scheme) -> str:
+    arrays = jax.tree.map(jnp.asarray, draw(scheme, 512, 256))
+
+    def multiply(x: jax.Array) -> Any:
+        with invariant_rows(BLOCKS):
+            return row_wise(
+                lambda x: KERNELS.multiply_quantized(x, arrays, jnp.int32(1), scheme), x
+            )
+
+    return str(jax.make_jaxpr(multiply)(rows_of(700, 512)))
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_kernel_computes_each_quantized_product(name: str) -> None:
+    assert "pallas_call" in quantized_jaxpr(SCHEMES[name]), "XLA would choose the order of sums"
+
+
+def test_quantized_products_of_xla_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"int4 in groups of 8.* needs groups of a multiple of 16"):
+        quantized_jaxpr(Scheme("int4", group_size=8))
 
 
 @pytest.mark.parametrize("transposed", [False, *long(True)])
@@ -216,6 +239,28 @@ def test_a_row_of_a_product_depends_on_no_other(transposed: bool) -> None:
     numbers = matrix.astype(np.float64)
     expected = x.astype(np.float64) @ (numbers.T if transposed else numbers)
     np.testing.assert_allclose(simulate(jax.jit(multiply), x), expected, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "dtype", "expected"),
+    [
+        (16_384, jnp.float32, 256),
+        (21_504, jnp.float32, 128),
+        (28_672, jnp.bfloat16, 256),
+        (43_008, jnp.bfloat16, 128),
+    ],
+)
+def test_wide_inputs_are_multiplied_with_fewer_rows_in_every_step(
+    inputs: int, dtype: Any, expected: int
+) -> None:
+    def multiply(x: Any, matrix: Any) -> Any:
+        with invariant_rows(BLOCKS):
+            return matmul(x, matrix)
+
+    matrix = jax.ShapeDtypeStruct((inputs, 128), dtype)
+    for num_rows in (1, 256, 2000):
+        x = jax.ShapeDtypeStruct((num_rows, inputs), dtype)
+        assert product_rows(multiply, x, matrix) == {expected}
 
 
 @pytest.mark.parametrize("transposed", [False, *long(True)])

@@ -4619,6 +4619,12 @@ MUTATIONS = (
         "        if num_lines == 0:\n",
     ),
     Mutation(
+        "deterministic: leave quantized products to XLA",
+        "sgl_jax/kernels/quantized_matmul/tpu.py",
+        "    if is_invariant:\n        raise",
+        "    if num_tokens == 0:\n        raise",
+    ),
+    Mutation(
         "deterministic: add a token's experts by their places",
         "sgl_jax/layers/kernels.py",
         "_replace(gate=XLA_MOVES.gate, add=XLA_MOVES.add)",

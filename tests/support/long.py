@@ -20,10 +20,12 @@ def long_but(values: Iterable[Any], *by_default: Any) -> list[Any]:
 
 
 def long_half(*axes: Sequence[Any]) -> list[Any]:
-    """All combinations of the axes' values: half of them, with all pairs of values, by default.
+    """All combinations of three or more axes' values: by default half of them, with all pairs.
 
-    The parameters of a test are those of the axes, in their order.
+    Of two axes the pairs are the combinations, and half of these cannot have all. The parameters of
+    a test are those of the axes, in their order.
     """
+    assert sum(len(axis) > 1 for axis in axes) > 2
     return [
         pytest.param(
             *(axis[place] for axis, place in zip(axes, places, strict=True)),

@@ -7,14 +7,27 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
+from sgl_jax.core.layer_configs import Scheme
 from sgl_jax.kernels.attention.tpu.prefill import prefill_attention
 from sgl_jax.kernels.attention.tpu.tuned import invariant_blocks
+from sgl_jax.kernels.grouped_matmul.tpu import multiply_rows
+from sgl_jax.kernels.quantized_matmul.numbers import QuantizedArrays
+from sgl_jax.kernels.quantized_matmul.tpu import tpu_quantized_matmul
+from sgl_jax.kernels.row_blocks import TPU_BLOCK_ROWS
 from sgl_jax.planner.arguments import read_config
 from sgl_jax.planner.program_cost import program_cost
 from sgl_jax.planner.topology import has_tpu_compiler
-from tests.tpu.compiling import MAX_COMPILE_S, generations, num_bytes, num_kernels
+from tests.tpu.compiling import (
+    MAX_COMPILE_S,
+    compile_on,
+    generations,
+    num_bytes,
+    num_kernels,
+    struct,
+)
 from tests.tpu.copies import copies, shapes_kept
 from tests.tpu.test_single_kernels_compile import Shape, compile_attention
 from tests.tpu.test_whole_steps import _compile
@@ -96,6 +109,46 @@ def test_attention_of_all_rows_compiles_in_place_and_soon(generation: str, tpu_m
     assert num_kernels(compiled) == 1
     assert compiled.memory_analysis().alias_size_in_bytes >= num_bytes(changed)
     assert seconds < MAX_COMPILE_S
+
+
+@pytest.mark.parametrize("generation", generations("v5e"))
+def test_a_product_with_one_zero_point_for_each_output_compiles(
+    generation: str, tpu_mesh: Any
+) -> None:
+    inputs, outputs, scheme = 4096, 4096, Scheme("int4", has_zero_points=True)
+
+    def multiply(x: Any, values: Any, scales: Any, zero_points: Any, layer: Any) -> Any:
+        own = QuantizedArrays(values, scales, zero_points, None)
+        return tpu_quantized_matmul(x, own, layer, scheme, is_invariant=True)
+
+    parts = [(jnp.int4, inputs), (jnp.float32, 1), (jnp.int4, 1)]
+    compiled, seconds = compile_on(
+        tpu_mesh(generation),
+        multiply,
+        struct(jnp.bfloat16, TPU_BLOCK_ROWS, inputs),
+        *(struct(dtype, 2, rows, outputs) for dtype, rows in parts),
+        struct(jnp.int32),
+    )
+    assert num_kernels(compiled) == 1
+    assert seconds < MAX_COMPILE_S
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("generation", ["v6e"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_products_of_wide_inputs_fit_vector_memory(
+    generation: str, dtype: Any, tpu_mesh: Any
+) -> None:
+    inputs, outputs = (28_672 if dtype == jnp.float32 else 43_008), 256
+    compiled, seconds = compile_on(
+        tpu_mesh(generation),
+        partial(multiply_rows, transposed=False, dtype=dtype),
+        struct(dtype, 4 * TPU_BLOCK_ROWS, inputs),
+        struct(dtype, 2, inputs, outputs),
+        struct(jnp.int32),
+    )
+    assert num_kernels(compiled) == 2  # with the plan of visits
+    assert seconds < 6 * MAX_COMPILE_S
 
 
 @pytest.mark.long

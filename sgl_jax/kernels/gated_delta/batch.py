@@ -84,7 +84,8 @@ class StateBatch(TokenRows):
     num_chunks: jax.Array  # int32 []
 
     def slots_after(self) -> tuple[jax.Array, jax.Array]:
-        """Return two slots for the state after each token, or NO_SLOT: both int32 [T]."""
+        """Return where to write the state after each token, or NO_SLOT: the slot of the token's
+        row, and the slot of a snapshot, both int32 [T]."""
         number, row = jnp.arange(len(self.token_rows), dtype=jnp.int32), self.token_rows
         last = jnp.where(number + 1 == self.q_offsets[row + 1], self.slots_out[row], NO_SLOT)
         drafted = self.slots_out[row] + number - self.q_offsets[row]

@@ -37,6 +37,7 @@ MIN_LINES, MAX_LINES = 64, 512  # bounds for the lines of a tile
 NAME, PLAN_NAME = "grouped_matmul", "plan_visits"  # names of the kernels in compiled programs
 INVARIANT_LINES = 128  # lines of a tile, if results must not depend on the batch
 MAX_MATRIX_BYTES = 4 << 20  # limit for one of the two buffers
+_MAX_OPERAND_BYTES = 48 << 20  # limit for both buffers of lines and of a matrix of wide inputs
 
 
 class Tiles(NamedTuple):
@@ -257,14 +258,17 @@ def multiply_rows(
 ) -> jax.Array:
     """Implement `row_blocks.Multiply`, as the product of one group."""
     # XLA chooses the order of a product's sums for each program, also for equal shapes.
-    num_rows = len(x)
+    num_rows, itemsize = len(x), x.dtype.itemsize
     padded = jnp.pad(x, ((0, max(TPU_BLOCK_ROWS - num_rows, 0)), (0, 0)))
     inputs, outputs = matrices.shape[:0:-1] if transposed else matrices.shape[1:]
-    tiles = choose_tiles(TPU_BLOCK_ROWS, 1, inputs, outputs, x.dtype.itemsize)
+    tiles = choose_tiles(TPU_BLOCK_ROWS, 1, inputs, outputs, itemsize)
+    lines = TPU_BLOCK_ROWS  # a size that depends on the matrix only, not on the number of rows
+    while lines > MIN_LINES and 2 * (lines + tiles.width) * inputs * itemsize > _MAX_OPERAND_BYTES:
+        lines //= 2
     result = tpu_grouped_matmul(
         *(padded, GroupMatrices(matrices[:, None]), layer, jnp.int32([len(padded)])),
         transposed=transposed,
-        tiles=tiles._replace(lines=TPU_BLOCK_ROWS),
+        tiles=tiles._replace(lines=lines),
         dtype=dtype,
     )
     return result[:num_rows]

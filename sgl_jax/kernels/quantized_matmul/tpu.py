@@ -83,8 +83,7 @@ def kernel_of(scheme: Scheme, num_tokens: int, inputs: int, groups: int) -> str 
     if scheme.activation is not None:
         return VALUES_NAME
     if groups == 1:
-        is_short = num_tokens <= MAX_CONVERTED_TOKENS and not scheme.has_zero_points
-        return NUMBERS_NAME if is_short else None
+        return NUMBERS_NAME if num_tokens <= MAX_CONVERTED_TOKENS else None
     return NUMBERS_NAME if (inputs // groups) % _SUBLANES == 0 else None
 
 
@@ -94,14 +93,24 @@ def tpu_quantized_matmul(
     layer: jax.Array,
     scheme: Scheme,
     blocks: Blocks | None = None,
+    *,
+    is_invariant: bool = False,
 ) -> jax.Array:
-    """Implement `interface.QuantizedMatmul`; `blocks` of numbers default to `choose_blocks`."""
-    num_tokens, inputs = x.shape
-    kernel = kernel_of(scheme, num_tokens, inputs, matrices.scales.shape[1])
+    """Implement `QuantizedMatmul`; `blocks` of numbers default to `choose_blocks`.
+
+    With `is_invariant`, it raises ValueError for products that XLA computes.
+    """
+    (num_tokens, inputs), groups = x.shape, matrices.scales.shape[1]
+    kernel = kernel_of(scheme, num_tokens, inputs, groups)
     if kernel == VALUES_NAME:
         return _multiply_values(x, matrices, layer, scheme)
     if kernel == NUMBERS_NAME:
         return _multiply_numbers(x, matrices, layer, scheme, blocks)
+    if is_invariant:
+        raise ValueError(
+            f"matrices of {scheme.name}, {inputs // groups} on a chip: "
+            f"--enable-deterministic-inference needs groups of a multiple of {_SUBLANES} inputs"
+        )
     return xla_quantized_matmul(x, matrices, layer, scheme)
 
 

@@ -41,6 +41,7 @@ PROGRAMS = (
     Program(Scheme("int8", 16), inputs=512, blocks=Blocks(16, 256, 128)),
     Program(Scheme("mxfp4", 32), tokens=33, dtype=jnp.bfloat16),
     Program(Scheme("int8"), blocks=Blocks(16, 64, 128)),
+    Program(Scheme("int4", has_zero_points=True), blocks=Blocks(16, 64, 128)),
     Program(Scheme("int8", activation="int8"), dtype=jnp.bfloat16),
     Program(Scheme("int8", activation="int8", has_input_scale=True), tokens=5),
     Program(Scheme("fp8", activation="fp8")),
