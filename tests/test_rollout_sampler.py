@@ -193,6 +193,8 @@ def test_an_aborted_round_leaves_the_weights_as_they_are(
         await sampler.pre_weight_sync(of_round(4, bad))
         with pytest.raises(InvalidRequestError, match="1 tensors are missing"):
             await sampler.weight_sync(of_round(4, bad))
+        with pytest.raises(InvalidRequestError, match=f"{len(new)} tensors are missing"):
+            await sampler.weight_sync(of_round(4, {}))
         with pytest.raises(ValueError, match="it is prepared"):
             await sampler.post_weight_sync(of_round(4, bad))
         with pytest.raises(ValueError, match="needs the arrays"):
