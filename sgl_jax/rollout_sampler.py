@@ -139,11 +139,12 @@ class TunixSampler:
         """Return the response to one request, or a list of responses to a list of requests.
 
         A request has `prompt` (a string, token ids, or a chat), `sampling_params` and `request_id`,
-        or is only a prompt. While weights are exchanged, requests wait.
+        or is only a prompt. While weights are exchanged, requests wait. A list of integers or of
+        messages is one prompt.
 
         Raises ValueError for logits or beams, which the engine does not return.
         """
-        if isinstance(sampling_requests, list | tuple):
+        if _is_batch(sampling_requests):
             return list(await asyncio.gather(*map(self._sample, sampling_requests)))
         return await self._sample(sampling_requests)
 
@@ -320,6 +321,15 @@ class TunixSampler:
         if self._phase not in done + possible:
             raise ValueError(f"{number} cannot be {phase}: it is {self._phase}")
         return self._phase not in done
+
+
+def _is_batch(requests: Any) -> bool:
+    """Return whether `requests` is a list, but not the token ids or messages of one prompt."""
+    if not isinstance(requests, list | tuple):
+        return False
+    first = requests[0] if requests else None
+    is_message = isinstance(first, dict) and "prompt_token_ids" not in first
+    return not is_message and not isinstance(first, int | np.integer)
 
 
 def _as_sampling(params: Any) -> SamplingParams:

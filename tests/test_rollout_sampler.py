@@ -103,6 +103,11 @@ def test_a_request_gets_a_response_and_a_list_gets_a_list(engine: Engine) -> Non
         prompts = [np.array(PROMPT), {"prompt_token_ids": PROMPT}, tuple(PROMPT)]
         many = await sampler.sample([request(prompt) for prompt in prompts])
         assert [each.token_ids.tolist() for each in many] == [bare.token_ids.tolist()] * 3
+        for prompt in (PROMPT, tuple(PROMPT), list(np.array(PROMPT))):
+            assert (await sampler.sample(prompt)).prompt_token_ids.tolist() == PROMPT
+        batch = await sampler.sample([{"prompt_token_ids": PROMPT}, PROMPT])
+        assert [each.prompt_token_ids.tolist() for each in batch] == [PROMPT] * 2
+        assert await sampler.sample([]) == []
         seeded = [request(PROMPT, temperature=1.5, seed=seed) for seed in (3, 3, 4)]
         first, again, other = [own.token_ids.tolist() for own in await sampler.sample(seeded)]
         assert first == again != other
@@ -128,7 +133,8 @@ def test_what_cannot_be_served_is_an_error_of_its_response(engine: Engine) -> No
             await TunixSampler().sample(request("hi"))
         chats = SimpleNamespace(apply_chat_template=lambda chat, **_: [len(chat), *PROMPT])
         sampler = TunixSampler(engine=engine, tokenizer=chats)
-        assert (await sampler.sample(request([{}, {}]))).prompt_token_ids.tolist() == [2, *PROMPT]
+        for chat in (request([{}, {}]), [{}, {}]):
+            assert (await sampler.sample(chat)).prompt_token_ids.tolist() == [2, *PROMPT]
 
     asyncio.run(run(TunixSampler(engine=engine)))
 
