@@ -103,8 +103,10 @@ class ArrivingWeights:
 
     @property
     def expected_shapes(self) -> dict[str, Shape]:
-        """Return the names and first shapes of all tensors, arrived or not."""
-        return {name: own.shapes[0] for name, own in self._expected.items()}
+        """Return the names and shapes of tensors that make all parameters that are left: those of
+        one form each, and the first shape of several."""
+        form = next(self._forms())
+        return {name: own.shapes[0] for name, own in self._needs(form).items()}
 
     def add(self, tensors: Mapping[str, Any]) -> None:
         """Take tensors: numpy or jax arrays, `Transposed` or `Flat`, or `RowPieces` in numpy.

@@ -93,6 +93,18 @@ def test_a_large_tensor_may_arrive_in_pieces_of_rows() -> None:
         made(placed, {"own#0": table})
 
 
+def test_a_parameter_is_listed_in_one_of_its_forms() -> None:
+    """So all listed tensors are needed."""
+    placed = placed_on(GOLDEN / "qwen3_moe", mesh_of(0, 1, 1))
+    shapes = ArrivingWeights(placed, check_all=False).expected_shapes
+    tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    made(placed, tensors)
+    for name in tensors:
+        arriving = ArrivingWeights(placed, check_all=False)
+        arriving.add({own: array for own, array in tensors.items() if own != name})
+        assert arriving.missing(), name
+
+
 def test_all_tensors_are_missing_until_one_has_arrived() -> None:
     """Neither a spare tensor nor a piece of one is a start."""
     placed, tensors = placed_on(GOLDEN / "qwen2", mesh_of(0, 1, 1)), tensors_of(GOLDEN / "qwen2")
