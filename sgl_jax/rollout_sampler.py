@@ -82,6 +82,7 @@ class TunixSampler:
         self._round: tuple[int, str] = (-1, "")
         self._phase: _Phase = "none"
         self._has_staged = False  # the engine may hold new weights
+        self._version = ""  # of the weights of the last weight_sync
         self._in_phase = asyncio.Lock()
         # Samples are admitted while it is True, and counted until they end.
         self._is_open = True
@@ -262,8 +263,9 @@ class TunixSampler:
             if weights is None:
                 raise ValueError("weight_sync needs the arrays in sync_request.weights")
             self._has_staged = True
+            self._version = str(getattr(sync_request, "policy_version", 0))
             num_missing = await asyncio.to_thread(
-                self.engine.update_weights, weights, version=_version(sync_request), is_last=False
+                self.engine.update_weights, weights, version=self._version, is_last=False
             )
             if num_missing:
                 await asyncio.to_thread(self._drop_staged)
@@ -271,14 +273,21 @@ class TunixSampler:
             self._phase = "staged"
 
     async def post_weight_sync(self, sync_request: Any = None, **_: object) -> None:
-        """Serve the new weights, allocate the KV pools, and admit samples again."""
+        """Serve the new weights, allocate the KV pools, and admit samples again.
+
+        If the new weights cannot be served, `weight_sync` must bring them again.
+        """
         async with self._in_phase:
             if not self._begins(sync_request, "published"):
                 return
             if self._phase == "staged":
-                await asyncio.to_thread(
-                    self.engine.update_weights, {}, version=_version(sync_request), is_first=False
-                )
+                try:
+                    await asyncio.to_thread(
+                        self.engine.update_weights, {}, version=self._version, is_first=False
+                    )
+                except BaseException:
+                    self._phase = "prepared"
+                    raise
                 self._phase, self._has_staged = "switched", False
             await self._serve_again("published")
 
@@ -344,10 +353,6 @@ def _as_sampling(params: Any) -> SamplingParams:
         top_k=-1 if top_k is None else top_k,
         seed=getattr(params, "seed", None),
     )
-
-
-def _version(request: Any) -> str:
-    return str(getattr(request, "policy_version", 0))
 
 
 def _round_of(request: Any) -> tuple[int, str]:

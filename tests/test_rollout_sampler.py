@@ -178,6 +178,24 @@ def test_a_round_publishes_its_weights_once(engine: Engine, new: dict[str, Any])
     asyncio.run(run(TunixSampler(engine=engine)))
 
 
+def test_a_round_has_the_version_of_its_weights_and_may_bring_them_again(
+    engine: Engine, old: dict[str, Any], new: dict[str, Any]
+) -> None:
+    async def run(sampler: TunixSampler) -> None:
+        own, end = of_round(1, new), of_round(1)
+        del end.policy_version
+        await sampler.pre_weight_sync(own)
+        await sampler.weight_sync(own)
+        engine.update_weights(old, version="other")  # drops the new weights
+        with pytest.raises(InvalidRequestError, match="is missing"):
+            await sampler.post_weight_sync(end)
+        await sampler.weight_sync(own)
+        await sampler.post_weight_sync(end)
+        assert greedy(engine)[1] == "10"
+
+    asyncio.run(run(TunixSampler(engine=engine)))
+
+
 def test_an_aborted_round_leaves_the_weights_as_they_are(
     engine: Engine, old: dict[str, Any], new: dict[str, Any]
 ) -> None:
