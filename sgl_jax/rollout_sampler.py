@@ -240,16 +240,32 @@ class TunixSampler:
         ]
 
     async def pre_weight_sync(self, sync_request: Any = None, **_: object) -> None:
-        """Admit no sample, wait for those in flight, and free the cache and the KV pools."""
+        """Admit no sample, wait for those in flight, and free the cache and the KV pools.
+
+        If that fails or is cancelled, samples are admitted again. Raises ValueError if samples in
+        flight are paused, or the round is aborted meanwhile.
+        """
         async with self._in_phase:
             if not self._begins(sync_request, "prepared"):
                 return
-            await asyncio.to_thread(self._drop_staged)  # of an earlier round that did not end
-            async with self._changed:
-                self._is_open = False
-                await self._changed.wait_for(lambda: self._num_open == 0)
-            await asyncio.to_thread(self.engine.release_memory_occupation, ["kv_cache"])
+            if self._num_open and self.engine.info["is_paused"]:
+                raise ValueError("samples in flight are paused, and cannot end: call resume first")
+            try:
+                await self._prepare()
+            except BaseException:
+                await self._admit()  # first, for the engine may have ended
+                await asyncio.to_thread(self.engine.resume_memory_occupation, ["kv_cache"])
+                raise
             self._phase = "prepared"
+
+    async def _prepare(self) -> None:
+        self._is_open = False
+        await asyncio.to_thread(self._drop_staged)  # of an earlier round that did not end
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._is_open or not self._num_open)
+        if self._is_open:
+            raise ValueError(f"{self._round} was aborted")
+        await asyncio.to_thread(self.engine.release_memory_occupation, ["kv_cache"])
 
     async def weight_sync(self, sync_request: Any = None, **_: object) -> None:
         """Copy and check the new weights, `sync_request.weights`, next to the served weights.
@@ -293,6 +309,9 @@ class TunixSampler:
 
     async def abort_weight_sync(self, sync_request: Any = None, **_: object) -> None:
         """End a round: the old weights serve again. A published round cannot be aborted."""
+        number = _round_of(sync_request)
+        if self._phase == "none" and (number == self._round or number[0] > self._round[0]):
+            await self._admit()  # ends the wait of pre_weight_sync
         async with self._in_phase:
             if not self._begins(sync_request, "aborted"):
                 return
@@ -306,8 +325,11 @@ class TunixSampler:
 
     async def _serve_again(self, phase: _Phase) -> None:
         await asyncio.to_thread(self.engine.resume_memory_occupation, ["kv_cache"])
+        await self._admit()
+        self._phase = phase
+
+    async def _admit(self) -> None:
         async with self._changed:
-            self._phase = phase
             self._is_open = True
             self._changed.notify_all()
 

@@ -13,6 +13,7 @@ from sgl_jax import Engine
 from sgl_jax.checkpoint.tensor_files import TensorFiles
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.rollout_sampler import SamplingResponse, TunixSampler
+from tests.support.waiting import meanwhile_until
 
 FOLDER = Path(__file__).parent / "golden" / "qwen3"
 PROMPT = [5, 6, 7]
@@ -194,6 +195,52 @@ def test_a_round_has_the_version_of_its_weights_and_may_bring_them_again(
         assert greedy(engine)[1] == "10"
 
     asyncio.run(run(TunixSampler(engine=engine)))
+
+
+def test_no_wait_for_samples_keeps_others_waiting(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = engine.async_generate
+
+    async def run(sampler: TunixSampler) -> None:
+        starts = asyncio.Event()
+
+        async def start(*args: Any, **options: Any) -> Any:
+            await starts.wait()
+            return await usual(*args, **options)
+
+        monkeypatch.setattr(engine, "async_generate", start)
+        running = asyncio.create_task(sampler.sample(request(PROMPT)))
+        await asyncio.sleep(0)
+        preparing = asyncio.create_task(sampler.pre_weight_sync(of_round(1)))
+        await meanwhile_until(lambda: not sampler._is_open, "the round waits for the sample")
+        await sampler.pause()
+        await asyncio.wait_for(sampler.abort_weight_sync(of_round(1)), 20)
+        with pytest.raises(ValueError, match="was aborted"):
+            await preparing
+        with pytest.raises(ValueError, match="paused"):
+            await asyncio.wait_for(sampler.pre_weight_sync(of_round(2)), 20)
+        await sampler.resume()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(sampler.pre_weight_sync(of_round(2)), 0.1)
+        starts.set()
+        await asyncio.wait_for(sampler.sample(request(PROMPT)), 20)
+        await running
+        release = engine.release_memory_occupation
+
+        def fail(tags: Any) -> None:
+            release(tags)
+            raise RuntimeError("as the call ends")
+
+        monkeypatch.setattr(engine, "release_memory_occupation", fail)
+        with pytest.raises(RuntimeError, match="as the call ends"):
+            await sampler.pre_weight_sync(of_round(2))
+        await asyncio.wait_for(sampler.sample(request(PROMPT)), 20)
+
+    try:
+        asyncio.run(run(TunixSampler(engine=engine)))
+    finally:
+        engine.continue_generation()
 
 
 def test_an_aborted_round_leaves_the_weights_as_they_are(
