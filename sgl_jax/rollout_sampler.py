@@ -25,7 +25,8 @@ _FINISH = {"stop": "stop", "length": "length", "abort": "cancelled"}
 _MAX_TOKENS = 64  # tunix's default
 # Of a round of weights. The KV pools are missing from "prepared" to the last.
 _Phase = Literal["none", "prepared", "staged", "switched", "published", "aborted"]
-# Of a phase, the phases of a round that has done it, and those of a round that may do it.
+# For each call, by the phase it leads to: the phases in which repeating it has no effect, and the
+# phases in which it may be made. In all others it is refused.
 _PHASES: dict[_Phase, tuple[tuple[_Phase, ...], tuple[_Phase, ...]]] = {
     "prepared": (("prepared", "staged", "switched", "published"), ("none",)),
     "staged": (("staged", "switched", "published"), ("prepared",)),
@@ -206,8 +207,11 @@ class TunixSampler:
     # Rounds of weights
 
     def get_target_state(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the checkpoint's tensors that `weight_sync` takes. It converts other dtypes, and
-        takes tunix's names, too."""
+        """Return the checkpoint's tensors that `weight_sync` takes.
+
+        `weight_sync` also takes arrays of other float dtypes, which it converts, arrays with
+        tunix's names, and the other forms of a parameter that a checkpoint may have.
+        """
         dtype = np.dtype(self.engine.info["dtype"])
         shapes = self.engine.weight_shapes
         return {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
