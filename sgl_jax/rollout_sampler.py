@@ -25,7 +25,8 @@ _FINISH = {"stop": "stop", "length": "length", "abort": "cancelled"}
 _MAX_TOKENS = 64  # tunix's default
 # Of a round of weights. The KV pools are missing from "prepared" to the last.
 _Phase = Literal["none", "prepared", "staged", "switched", "published", "aborted"]
-# Of a phase, the phases of a round that has done it, and those of a round that may do it.
+# For each call, by the phase it leads to: the phases in which repeating it has no effect, and the
+# phases in which it may be made. In all others it is refused.
 _PHASES: dict[_Phase, tuple[tuple[_Phase, ...], tuple[_Phase, ...]]] = {
     "prepared": (("prepared", "staged", "switched", "published"), ("none",)),
     "staged": (("staged", "switched", "published"), ("prepared",)),
@@ -82,6 +83,7 @@ class TunixSampler:
         self._round: tuple[int, str] = (-1, "")
         self._phase: _Phase = "none"
         self._has_staged = False  # the engine may hold new weights
+        self._version = ""  # of the weights of the last weight_sync
         self._in_phase = asyncio.Lock()
         # Samples are admitted while it is True, and counted until they end.
         self._is_open = True
@@ -139,11 +141,12 @@ class TunixSampler:
         """Return the response to one request, or a list of responses to a list of requests.
 
         A request has `prompt` (a string, token ids, or a chat), `sampling_params` and `request_id`,
-        or is only a prompt. While weights are exchanged, requests wait.
+        or is only a prompt. While weights are exchanged, requests wait. A list of integers or of
+        messages is one prompt.
 
         Raises ValueError for logits or beams, which the engine does not return.
         """
-        if isinstance(sampling_requests, list | tuple):
+        if _is_batch(sampling_requests):
             return list(await asyncio.gather(*map(self._sample, sampling_requests)))
         return await self._sample(sampling_requests)
 
@@ -204,8 +207,11 @@ class TunixSampler:
     # Rounds of weights
 
     def get_target_state(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the checkpoint's tensors that `weight_sync` takes. It converts other dtypes, and
-        takes tunix's names, too."""
+        """Return the checkpoint's tensors that `weight_sync` takes.
+
+        `weight_sync` also takes arrays of other float dtypes, which it converts, arrays with
+        tunix's names, and the other forms of a parameter that a checkpoint may have.
+        """
         dtype = np.dtype(self.engine.info["dtype"])
         shapes = self.engine.weight_shapes
         return {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
@@ -238,16 +244,32 @@ class TunixSampler:
         ]
 
     async def pre_weight_sync(self, sync_request: Any = None, **_: object) -> None:
-        """Admit no sample, wait for those in flight, and free the cache and the KV pools."""
+        """Admit no sample, wait for those in flight, and free the cache and the KV pools.
+
+        If that fails or is cancelled, samples are admitted again. Raises ValueError if samples in
+        flight are paused, or the round is aborted meanwhile.
+        """
         async with self._in_phase:
             if not self._begins(sync_request, "prepared"):
                 return
-            await asyncio.to_thread(self._drop_staged)  # of an earlier round that did not end
-            async with self._changed:
-                self._is_open = False
-                await self._changed.wait_for(lambda: self._num_open == 0)
-            await asyncio.to_thread(self.engine.release_memory_occupation, ["kv_cache"])
+            if self._num_open and self.engine.info["is_paused"]:
+                raise ValueError("samples in flight are paused, and cannot end: call resume first")
+            try:
+                await self._prepare()
+            except BaseException:
+                await self._admit()  # first, for the engine may have ended
+                await asyncio.to_thread(self.engine.resume_memory_occupation, ["kv_cache"])
+                raise
             self._phase = "prepared"
+
+    async def _prepare(self) -> None:
+        self._is_open = False
+        await asyncio.to_thread(self._drop_staged)  # of an earlier round that did not end
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._is_open or not self._num_open)
+        if self._is_open:
+            raise ValueError(f"{self._round} was aborted")
+        await asyncio.to_thread(self.engine.release_memory_occupation, ["kv_cache"])
 
     async def weight_sync(self, sync_request: Any = None, **_: object) -> None:
         """Copy and check the new weights, `sync_request.weights`, next to the served weights.
@@ -261,8 +283,9 @@ class TunixSampler:
             if weights is None:
                 raise ValueError("weight_sync needs the arrays in sync_request.weights")
             self._has_staged = True
+            self._version = str(getattr(sync_request, "policy_version", 0))
             num_missing = await asyncio.to_thread(
-                self.engine.update_weights, weights, version=_version(sync_request), is_last=False
+                self.engine.update_weights, weights, version=self._version, is_last=False
             )
             if num_missing:
                 await asyncio.to_thread(self._drop_staged)
@@ -270,19 +293,29 @@ class TunixSampler:
             self._phase = "staged"
 
     async def post_weight_sync(self, sync_request: Any = None, **_: object) -> None:
-        """Serve the new weights, allocate the KV pools, and admit samples again."""
+        """Serve the new weights, allocate the KV pools, and admit samples again.
+
+        If the new weights cannot be served, `weight_sync` must bring them again.
+        """
         async with self._in_phase:
             if not self._begins(sync_request, "published"):
                 return
             if self._phase == "staged":
-                await asyncio.to_thread(
-                    self.engine.update_weights, {}, version=_version(sync_request), is_first=False
-                )
+                try:
+                    await asyncio.to_thread(
+                        self.engine.update_weights, {}, version=self._version, is_first=False
+                    )
+                except BaseException:
+                    self._phase = "prepared"
+                    raise
                 self._phase, self._has_staged = "switched", False
             await self._serve_again("published")
 
     async def abort_weight_sync(self, sync_request: Any = None, **_: object) -> None:
         """End a round: the old weights serve again. A published round cannot be aborted."""
+        number = _round_of(sync_request)
+        if self._phase == "none" and (number == self._round or number[0] > self._round[0]):
+            await self._admit()  # ends the wait of pre_weight_sync
         async with self._in_phase:
             if not self._begins(sync_request, "aborted"):
                 return
@@ -296,8 +329,11 @@ class TunixSampler:
 
     async def _serve_again(self, phase: _Phase) -> None:
         await asyncio.to_thread(self.engine.resume_memory_occupation, ["kv_cache"])
+        await self._admit()
+        self._phase = phase
+
+    async def _admit(self) -> None:
         async with self._changed:
-            self._phase = phase
             self._is_open = True
             self._changed.notify_all()
 
@@ -322,6 +358,15 @@ class TunixSampler:
         return self._phase not in done
 
 
+def _is_batch(requests: Any) -> bool:
+    """Return whether `requests` is a list, but not the token ids or messages of one prompt."""
+    if not isinstance(requests, list | tuple):
+        return False
+    first = requests[0] if requests else None
+    is_message = isinstance(first, dict) and "prompt_token_ids" not in first
+    return not is_message and not isinstance(first, int | np.integer)
+
+
 def _as_sampling(params: Any) -> SamplingParams:
     """Convert tunix's parameters; None: its defaults."""
     if getattr(params, "return_logits", False) or (getattr(params, "beam_size", None) or 1) > 1:
@@ -334,10 +379,6 @@ def _as_sampling(params: Any) -> SamplingParams:
         top_k=-1 if top_k is None else top_k,
         seed=getattr(params, "seed", None),
     )
-
-
-def _version(request: Any) -> str:
-    return str(getattr(request, "policy_version", 0))
 
 
 def _round_of(request: Any) -> tuple[int, str]:

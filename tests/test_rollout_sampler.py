@@ -13,6 +13,7 @@ from sgl_jax import Engine
 from sgl_jax.checkpoint.tensor_files import TensorFiles
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.rollout_sampler import SamplingResponse, TunixSampler
+from tests.support.waiting import meanwhile_until
 
 FOLDER = Path(__file__).parent / "golden" / "qwen3"
 PROMPT = [5, 6, 7]
@@ -103,6 +104,11 @@ def test_a_request_gets_a_response_and_a_list_gets_a_list(engine: Engine) -> Non
         prompts = [np.array(PROMPT), {"prompt_token_ids": PROMPT}, tuple(PROMPT)]
         many = await sampler.sample([request(prompt) for prompt in prompts])
         assert [each.token_ids.tolist() for each in many] == [bare.token_ids.tolist()] * 3
+        for prompt in (PROMPT, tuple(PROMPT), list(np.array(PROMPT))):
+            assert (await sampler.sample(prompt)).prompt_token_ids.tolist() == PROMPT
+        batch = await sampler.sample([{"prompt_token_ids": PROMPT}, PROMPT])
+        assert [each.prompt_token_ids.tolist() for each in batch] == [PROMPT] * 2
+        assert await sampler.sample([]) == []
         seeded = [request(PROMPT, temperature=1.5, seed=seed) for seed in (3, 3, 4)]
         first, again, other = [own.token_ids.tolist() for own in await sampler.sample(seeded)]
         assert first == again != other
@@ -128,7 +134,8 @@ def test_what_cannot_be_served_is_an_error_of_its_response(engine: Engine) -> No
             await TunixSampler().sample(request("hi"))
         chats = SimpleNamespace(apply_chat_template=lambda chat, **_: [len(chat), *PROMPT])
         sampler = TunixSampler(engine=engine, tokenizer=chats)
-        assert (await sampler.sample(request([{}, {}]))).prompt_token_ids.tolist() == [2, *PROMPT]
+        for chat in (request([{}, {}]), [{}, {}]):
+            assert (await sampler.sample(chat)).prompt_token_ids.tolist() == [2, *PROMPT]
 
     asyncio.run(run(TunixSampler(engine=engine)))
 
@@ -172,6 +179,70 @@ def test_a_round_publishes_its_weights_once(engine: Engine, new: dict[str, Any])
     asyncio.run(run(TunixSampler(engine=engine)))
 
 
+def test_a_round_has_the_version_of_its_weights_and_may_bring_them_again(
+    engine: Engine, old: dict[str, Any], new: dict[str, Any]
+) -> None:
+    async def run(sampler: TunixSampler) -> None:
+        own, end = of_round(1, new), of_round(1)
+        del end.policy_version
+        await sampler.pre_weight_sync(own)
+        await sampler.weight_sync(own)
+        engine.update_weights(old, version="other")  # drops the new weights
+        with pytest.raises(InvalidRequestError, match="is missing"):
+            await sampler.post_weight_sync(end)
+        await sampler.weight_sync(own)
+        await sampler.post_weight_sync(end)
+        assert greedy(engine)[1] == "10"
+
+    asyncio.run(run(TunixSampler(engine=engine)))
+
+
+def test_no_wait_for_samples_keeps_others_waiting(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = engine.async_generate
+
+    async def run(sampler: TunixSampler) -> None:
+        starts = asyncio.Event()
+
+        async def start(*args: Any, **options: Any) -> Any:
+            await starts.wait()
+            return await usual(*args, **options)
+
+        monkeypatch.setattr(engine, "async_generate", start)
+        running = asyncio.create_task(sampler.sample(request(PROMPT)))
+        await asyncio.sleep(0)
+        preparing = asyncio.create_task(sampler.pre_weight_sync(of_round(1)))
+        await meanwhile_until(lambda: not sampler._is_open, "the round waits for the sample")
+        await sampler.pause()
+        await asyncio.wait_for(sampler.abort_weight_sync(of_round(1)), 20)
+        with pytest.raises(ValueError, match="was aborted"):
+            await preparing
+        with pytest.raises(ValueError, match="paused"):
+            await asyncio.wait_for(sampler.pre_weight_sync(of_round(2)), 20)
+        await sampler.resume()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(sampler.pre_weight_sync(of_round(2)), 0.1)
+        starts.set()
+        await asyncio.wait_for(sampler.sample(request(PROMPT)), 20)
+        await running
+        release = engine.release_memory_occupation
+
+        def fail(tags: Any) -> None:
+            release(tags)
+            raise RuntimeError("as the call ends")
+
+        monkeypatch.setattr(engine, "release_memory_occupation", fail)
+        with pytest.raises(RuntimeError, match="as the call ends"):
+            await sampler.pre_weight_sync(of_round(2))
+        await asyncio.wait_for(sampler.sample(request(PROMPT)), 20)
+
+    try:
+        asyncio.run(run(TunixSampler(engine=engine)))
+    finally:
+        engine.continue_generation()
+
+
 def test_an_aborted_round_leaves_the_weights_as_they_are(
     engine: Engine, old: dict[str, Any], new: dict[str, Any]
 ) -> None:
@@ -193,6 +264,8 @@ def test_an_aborted_round_leaves_the_weights_as_they_are(
         await sampler.pre_weight_sync(of_round(4, bad))
         with pytest.raises(InvalidRequestError, match="1 tensors are missing"):
             await sampler.weight_sync(of_round(4, bad))
+        with pytest.raises(InvalidRequestError, match=f"{len(new)} tensors are missing"):
+            await sampler.weight_sync(of_round(4, {}))
         with pytest.raises(ValueError, match="it is prepared"):
             await sampler.post_weight_sync(of_round(4, bad))
         with pytest.raises(ValueError, match="needs the arrays"):

@@ -103,8 +103,10 @@ class ArrivingWeights:
 
     @property
     def expected_shapes(self) -> dict[str, Shape]:
-        """Return the names and first shapes of all tensors, arrived or not."""
-        return {name: own.shapes[0] for name, own in self._expected.items()}
+        """Return the names and shapes of tensors that make all parameters that are left: those of
+        one form each, and the first shape of several."""
+        form = next(self._forms())
+        return {name: own.shapes[0] for name, own in self._needs(form).items()}
 
     def add(self, tensors: Mapping[str, Any]) -> None:
         """Take tensors: numpy or jax arrays, `Transposed` or `Flat`, or `RowPieces` in numpy.
@@ -164,19 +166,13 @@ class ArrivingWeights:
         self._tensors.drop(name for name in self._names[path] if not self._users[name])
         return leaf
 
-    @property
-    def is_complete(self) -> bool:
-        """Return whether nothing is left of the model or the draft layer that tensors came for."""
-        return bool(self._arrived) and not self.missing()
-
     def missing(self) -> set[str]:
-        """Return the names of tensors that must still arrive."""
+        """Return the names of tensors that must still arrive: at first, all of the model."""
         wanted = self._needs(self._chosen()).keys() - self._arrived
         has_drafts = self._needs_drafts or bool(self._arrived & self._of_drafts)
-        has_model = bool(self._arrived - self._of_drafts)
+        has_model = not self._arrived or bool(self._arrived - self._of_drafts)
         return {name for name in wanted if (has_drafts if name in self._of_drafts else has_model)}
 
     def check_complete(self) -> None:
         """Raise CheckpointError, with their names, if tensors are missing."""
-        missing = self.missing() if self._arrived else set(self._expected) - self._of_drafts
-        check_tensors(_WHERE, {name: self._expected[name] for name in missing}, {})
+        check_tensors(_WHERE, {name: self._expected[name] for name in self.missing()}, {})

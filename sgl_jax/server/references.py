@@ -39,7 +39,7 @@ class References:
     draining: bool = False
     # The frontend's `num_weight_changes` at `/begin_weight_update`; None: no update has begun.
     changes_at_begin: int | None = None
-    num_missing: int = 0  # tensors of the last update by tensors
+    num_missing: int | None = None  # after the last tensors; None: none since, or refused
     answer_timeout_s: float = 30.0  # for the engine's reply to a call, possibly after a step
     reader_timeout_s: float = 60.0  # for a client to read a piece of its stream
     created: int = field(default_factory=lambda: int(time.time()))

@@ -139,6 +139,7 @@ class ScriptedEngine:
     vocab_size: int = 512
     tokenizer_folder: str = "no tokenizer"  # by which grammars are compiled
     num_missing: int = 0  # tensors after each message that brings some
+    refuses_weights: bool = False  # such messages
     seen: list[FrontMessage] = field(default_factory=list)
     running: dict[str, Running] = field(default_factory=dict)
     sessions: set[str] = field(default_factory=set)
@@ -254,6 +255,8 @@ class ScriptedEngine:
                 self.settings = self.settings | message.server_args
                 data = {"updated": True, "server_args": message.server_args}
                 return Reply(rid=message.rid, ok=True, data=data)
+            case UpdateWeightsFromTensor() if self.refuses_weights:
+                return Reply(rid=message.rid, ok=False, message="a tensor is unknown")
             case UpdateWeightsFromTensor():
                 data = {"success": True, "message": "taken", "num_missing": self.num_missing}
                 return Reply(rid=message.rid, ok=True, data=data)

@@ -241,6 +241,8 @@ def test_bodies_are_collected_until_nothing_is_missing(
 ) -> None:
     """The message of `/update_weights_from_tensor`."""
     of_old, names = outputs(engine), list(new)
+    begin = UpdateWeightsFromTensor(tensors={}, weight_version="3")
+    assert engine._engine.checked_call(begin)["num_missing"] == len(names)
     for half in (names[::2], names[1::2]):
         assert outputs(engine) == of_old
         body = save({name: new[name] for name in half})

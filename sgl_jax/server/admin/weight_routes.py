@@ -58,6 +58,7 @@ async def update_weights_from_tensor(
     )
     refs = references_of(request)
     timeout_s = CALL_OF[UpdateWeightsFromTensor].timeout_s
+    refs.num_missing = None
     reply = await call_engine(refs, message, timeout_s, is_patient=True)
     if reply.ok:
         refs.num_missing = reply.data.get("num_missing", 0)
@@ -79,23 +80,27 @@ for _path in WEIGHT_PATHS[1:]:
 async def begin_weight_update(request: Request) -> Response:
     """Note that an update begins. Steps go on."""
     refs = references_of(request)
-    refs.changes_at_begin, refs.num_missing = refs.frontend.num_weight_changes, 0
+    refs.changes_at_begin, refs.num_missing = refs.frontend.num_weight_changes, None
     return json_response(WeightsUpdated(True, "an update has begun", 0))
 
 
 @router.post(UPDATE_PATHS[1], responses=answers(WeightsUpdated))
 async def end_weight_update(request: Request) -> Response:
-    """Confirm that new weights are served since `/begin_weight_update`, which they are as soon as
-    they are complete."""
+    """Confirm that new weights are served since `/begin_weight_update`. Complete weights are served
+    at once, unless they came with `is_last=false`."""
     refs = references_of(request)
     begin = refs.changes_at_begin
     if begin is None:
         raise ApiError(400, "no update has begun: call /begin_weight_update", code="no_update")
-    if refs.num_missing or refs.frontend.num_weight_changes == begin:
-        missing = refs.num_missing or "all"
-        raise ApiError(
-            400, f"the new weights are not served: {missing} tensors are missing", code="no_update"
-        )
+    if refs.frontend.num_weight_changes == begin:
+        match refs.num_missing:
+            case None:
+                why = "no tensors have arrived, or the last were refused"
+            case 0:
+                why = "all tensors have arrived, with is_last=false"
+            case missing:
+                why = f"{missing} tensors are missing"
+        raise ApiError(400, f"no new weights are served: {why}", code="no_update")
     refs.changes_at_begin = None
     version = refs.frontend.weight_version
     return json_response(WeightsUpdated(True, f"serving the weights {version!r}", 0))

@@ -435,14 +435,18 @@ async def test_an_update_ends_well_only_if_its_weights_are_served(rig: Rig) -> N
 
     assert "no update has begun" in (await end())["error"]["message"]
     assert (await rig.http.post("/begin_weight_update", json={})).json()["success"]
-    assert "all tensors are missing" in (await end())["error"]["message"]
+    assert "no tensors have arrived" in (await end())["error"]["message"]
     assert len(rig.engine.seen) == num_seen  # steps go on meanwhile
-    rig.engine.num_missing = 3
-    await rig.http.post("/update_weights_from_tensor", content=b"tensors")
-    assert "3 tensors are missing" in (await end())["error"]["message"]
     rig.engine.num_missing = 0
     await rig.http.post("/update_weights_from_tensor", content=b"tensors")
-    assert "all tensors are missing" in (await end())["error"]["message"]
+    assert "all tensors have arrived" in (await end())["error"]["message"]
+    rig.engine.refuses_weights = True
+    await rig.http.post("/update_weights_from_tensor", content=b"tensors")
+    assert "were refused" in (await end())["error"]["message"]
+    rig.engine.num_missing, rig.engine.refuses_weights = 3, False
+    await rig.http.post("/update_weights_from_tensor", content=b"tensors")
+    assert "3 tensors are missing" in (await end())["error"]["message"]
+    # From a folder.
     rig.front.handle(WeightsChanged(version="8", kept_rids=[]))
     assert (await end())["message"] == "serving the weights '8'"
     assert "no update has begun" in (await end())["error"]["message"]
