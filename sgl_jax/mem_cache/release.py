@@ -344,6 +344,15 @@ def free_tail(memory: RankMemory, lease: KVLease, length: int) -> list[int]:
     return _cut(memory, lease, length)
 
 
+def free_tails(memory: RankMemory, rows: RowIndex, lens: Int32Array) -> bool:
+    """Free the whole pages of each of `rows` past its length in `lens`; return whether any was."""
+    has_tail = memory.rows.kv_allocated_len[rows] > lens
+    freed = 0
+    for row, length in zip(rows[has_tail].tolist(), lens[has_tail].tolist(), strict=True):
+        freed += sum(free_tail(memory, memory.leases[row], length))
+    return freed > 0
+
+
 def _cut(memory: RankMemory, lease: KVLease, length: int) -> list[int]:
     page_size, row = memory.page_size, lease.row
     num_snapshots = drop_snapshots_past(memory, lease, length)

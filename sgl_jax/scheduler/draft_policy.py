@@ -12,7 +12,9 @@ guess depend on the guess.
 
 import numpy as np
 
+from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.step_plan import NO_DRAFT, Int32Array, RowIndex
+from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.scheduler.running_rows import RowColumns, RunningRows
 
 # The weight of each new result in the moving average of accepted tokens per step.
@@ -31,6 +33,23 @@ def start_drafting(running: RowColumns, row: int | RowIndex, most: int) -> None:
     running.draft_gain[row] = most
     running.draft_from_len[row] = 0
     running.draft_pause[row] = _FIRST_PAUSE
+
+
+def grow_for_drafts(
+    memory: RankMemory, running: RunningRows, rows: RowIndex, ends: Int32Array, sizes: EngineSizes
+) -> tuple[Int32Array, Int32Array | None]:
+    """Choose the drafts of the decode rows `rows`, and reserve their slots after the `decode_ends`;
+    none if memory is short. Return the number of drafts of each row, int32[len(rows)], and any
+    known drafts (`RankPlan.drafts`)."""
+    columns = running.columns
+    drafts = choose_drafts(columns, rows, sizes.max_draft_tokens)
+    expected = choose_expected(running, rows, sizes.max_draft_tokens)
+    if expected is not None:
+        drafts += expected[0]
+    ahead = np.where(drafts > 0, sizes.lookahead_slots, 0).astype(np.int32)
+    if not memory.grow_rows(rows, np.minimum(ends + drafts + ahead, columns.max_len[rows])):
+        return np.zeros_like(drafts), None
+    return drafts, None if expected is None else expected[1]
 
 
 def choose_drafts(running: RowColumns, rows: RowIndex, most: int) -> Int32Array:

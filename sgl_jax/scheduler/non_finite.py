@@ -77,7 +77,7 @@ class NonFiniteRows:
             self._live.end(request, finish, insert=False)
         else:
             prefixes = list(self._left(rank, row, int(step["epoch"])))
-            rank.drop_session_lease(row)
+            rank.idle_sessions.drop_row(row)
         for tokens, namespace, matched_len in prefixes:
             start = int(step["kv_start"])
             if start <= matched_len and self._has_failed_before(

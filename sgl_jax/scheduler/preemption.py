@@ -145,6 +145,17 @@ def recompute_cost(memory: RankMemory, rows: RowIndex) -> Int32Array:
     return cost
 
 
+def choose_victim(memory: RankMemory, running: RunningRows) -> int | None:
+    """Return the row of the runnable request of the lowest priority with the lowest recompute cost;
+    None if fewer than two are runnable."""
+    candidates = running.runnable()
+    if len(candidates) <= 1:
+        return None
+    priorities = running.columns.priority[candidates]
+    candidates = candidates[priorities == priorities.min()]
+    return int(candidates[by_cost(memory, running, candidates)[0]])
+
+
 def is_protected(running: RunningRows, rows: RowIndex) -> BoolArray:
     """Return which `rows` have gained fewer tokens than they had lost at their start: bool[n]."""
     spared: BoolArray = running.columns.known_len[rows] < running.columns.regained_len[rows]

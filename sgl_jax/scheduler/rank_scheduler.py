@@ -1,7 +1,8 @@
 """One data-parallel rank of the scheduler: its memory and its running requests.
 
-Gives requests memory (`admit`) and takes it away (`finish`, `retract`). `step_builder.py` chooses
-the rows of a step, `apply_result.py` applies their results.
+Gives requests memory (`admit`) and takes it away (`finish`, `retract`); `idle_sessions.py` takes
+that of idle sessions. `step_builder.py` chooses the rows of a step, `apply_result.py` applies their
+results.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,7 @@ from sgl_jax.mem_cache.tree.prompt_tree import PromptTree
 from sgl_jax.scheduler.draft_policy import start_drafting
 from sgl_jax.scheduler.forecast.output_lengths import OutputLengths
 from sgl_jax.scheduler.hint_counts import HintCounts
+from sgl_jax.scheduler.idle_sessions import IdleSessions
 from sgl_jax.scheduler.image_cache import ImageCache, image_lists
 from sgl_jax.scheduler.rank_offload import RankOffload
 from sgl_jax.scheduler.request import Departed, Request, RequestState
@@ -64,6 +66,8 @@ class RankScheduler:
         )
         self.host = RankOffload(self.memory, args)
         self.working_set = WorkingSet(self.memory, args.working_set_s, is_on=self.host.tier is None)
+        max_idle_pages = int(args.session_memory_fraction * sizes.pool_pages[0])
+        self.idle_sessions = IdleSessions(self.memory, max_idle_pages)
         self._sizes = sizes
         self.images = self._empty_images()
         self.columns = columns
@@ -71,7 +75,6 @@ class RankScheduler:
         self._output_lengths = output_lengths
         self.on_retract: Callable[[Request], None] | None = None
         self.num_retracted = 0
-        self.num_evicted_sessions = 0
         self.num_force_retracted = 0  # of the retracts, for tests
         self.num_preempted = 0  # of the retracts, for requests of higher priority
         self.num_retracted_input_tokens = 0  # prompts of retracted requests, and outputs so far:
@@ -89,7 +92,6 @@ class RankScheduler:
         self._expects_returns = args.expects_returns
         self.has_agents = False  # whether any request began whose next one is expected
         self.most_request_pages = self.memory.request_pages(sizes.max_request_tokens)
-        self._max_session_pages = int(args.session_memory_fraction * sizes.pool_pages[0])
         # `SHORT_PART` times the tokens of short prompts beyond their part of earlier steps.
         self.short_debt = 0
         # Admissions to send to the device with the next launched step, by row.
@@ -172,7 +174,7 @@ class RankScheduler:
         num_on_tree = cursor.matched  # now: the tree will change
         lease, start = self._take_lease(request, request.session_lease(memory))
         needed = self.num_pages_at_most(request) - memory.num_held(lease)
-        self.evict_sessions_for(needed)
+        self.idle_sessions.evict_for(needed)
         request.lease, request.dp_rank = lease, self.dp_rank
         request.matched_len = lease.kv_committed_len
         request.num_lost += max(request.computed_len - lease.kv_committed_len, 0)
@@ -242,36 +244,11 @@ class RankScheduler:
         if session_id is not None:
             release_idle_lease(memory, session_id)  # the turn cannot use it
         if memory.row_pool.num_free == 0:
-            self.evict_idle_session()
+            self.idle_sessions.evict_oldest()
         lease = memory.open_lease(request.matchable(), request.namespace)
         if session_id is not None:
             memory.sessions.bind(session_id, lease)
         return lease, 0
-
-    def evict_sessions_for(self, num_pages: int) -> bool:
-        """Evict idle sessions until `num_pages` are available; return whether any was evicted."""
-        num_before = self.num_evicted_sessions
-        while self.memory.num_available_pages < num_pages and self.evict_idle_session():
-            pass
-        return self.num_evicted_sessions > num_before
-
-    def evict_sessions_for_prefix(self, cursor: PrefixCursor, length: int) -> None:
-        """Evict idle sessions until a row, and the pages of a prefix of `length` tokens, are
-        available. `cursor` finds the part of the prefix in the tree."""
-        if self.memory.row_pool.num_free == 0:
-            self.evict_idle_session()
-        num_pages = self.memory.request_pages(length) - self.memory.num_pages_in_use(cursor)
-        self.evict_sessions_for(num_pages)
-
-    def evict_idle_session(self) -> bool:
-        """Free the least recently used idle session's memory; False if none is idle. The session
-        keeps its tokens: its next turn recomputes the part that the tree no longer has."""
-        session_id = self.memory.sessions.oldest_idle()
-        if session_id is None:
-            return False
-        release_idle_lease(self.memory, session_id)
-        self.num_evicted_sessions += 1
-        return True
 
     def finish(self, row: int, *, num_tokens: int | None = None) -> Request:
         """End the request in `row` normally; keep its first `num_tokens` tokens (default: all)."""
@@ -281,7 +258,7 @@ class RankScheduler:
         request = self._leave(row, num_tokens=num_tokens, is_complete=True)
         self._hints.add(request.message, is_recorded=self._expects_returns)
         request.state = RequestState.FINISHED
-        self._bound_sessions()
+        self.idle_sessions.evict_excess()
         return request
 
     def _count_output(self, row: int, num_tokens: int, *, has_ended: bool) -> None:
@@ -308,7 +285,7 @@ class RankScheduler:
         self._leave(row, insert=insert, num_tokens=kept)
         self._hints.add(request.message, is_recorded=False)
         request.state = RequestState.FINISHED
-        self._bound_sessions()
+        self.idle_sessions.evict_excess()
         return request
 
     def retract(
@@ -345,7 +322,7 @@ class RankScheduler:
             "retracted_input_tokens": self.num_retracted_input_tokens,
             "retracted_output_tokens": self.num_retracted_output_tokens,
             "evicted_pages": self.memory.cache.num_evicted,
-            "sessions_evicted": self.num_evicted_sessions,
+            "sessions_evicted": self.idle_sessions.num_evicted,
             "image_encodings": self.images.num_encoded,
             "image_cache_hits": self.images.num_hits,
             **self._hints.counters(),
@@ -369,9 +346,7 @@ class RankScheduler:
         Idle sessions that keep more of it lose their memory."""
         self.memory.cache.withdraw(tokens, namespace, length)
         self.host.withdraw(tokens, namespace, length)
-        for session_id, lease in list(self.memory.sessions.idle()):
-            if not self.memory.cache.finds(lease.node):
-                release_idle_lease(self.memory, session_id)
+        self.idle_sessions.drop_withdrawn()
 
     def withdraw_all(self) -> None:
         """Keep requests from finding any prefix computed so far, also in host memory."""
@@ -390,12 +365,6 @@ class RankScheduler:
         lease.is_stale = True
         self.memory.sessions.unbind(lease)
         return True
-
-    def drop_session_lease(self, row: int) -> None:
-        """End the lease in `row` if an idle session keeps it."""
-        for session_id, lease in list(self.memory.sessions.idle()):
-            if lease.row == row:
-                release_idle_lease(self.memory, session_id)
 
     def _leave(
         self,
@@ -421,8 +390,3 @@ class RankScheduler:
         release_kv_cache(self.memory, request.lease, tokens, insert=insert, end=end)
         request.lease = None
         return request
-
-    def _bound_sessions(self) -> None:
-        """Evict the least recently used idle sessions, down to their share of memory."""
-        while self.memory.num_session_pages > self._max_session_pages:
-            self.evict_idle_session()

@@ -20,12 +20,12 @@ import numpy as np
 
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.step_plan import BoolArray, Int32Array, RowIndex
-from sgl_jax.mem_cache.release import free_tail
+from sgl_jax.mem_cache.release import free_tails
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
-from sgl_jax.scheduler.draft_policy import choose_drafts, choose_expected
+from sgl_jax.scheduler.draft_policy import grow_for_drafts
 from sgl_jax.scheduler.forecast.fits import NO_FLOOR, NO_LIMIT
 from sgl_jax.scheduler.image_cache import image_ahead, whole_images_end
-from sgl_jax.scheduler.preemption import by_cost
+from sgl_jax.scheduler.preemption import choose_victim
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.runnable import Need, decode_ends
@@ -105,7 +105,10 @@ class StepBuilder:
     def choose_rows(self) -> None:
         """Take memory for drafts and for chunks of prompts, including admitted ones."""
         if self._sizes.max_draft_tokens:
-            self.num_drafts = self._grow_for_drafts()
+            rank, rows = self.rank, self.decode_rows
+            ends = decode_ends(rank.memory.rows, rank.columns, rows)
+            grown = grow_for_drafts(rank.memory, rank.running, rows, ends, self._sizes)
+            self.num_drafts, self.drafts = grown
         if self._prefilling or not len(self.decode_rows):
             self._add_chunks()
 
@@ -271,9 +274,14 @@ class StepBuilder:
 
     def _grow_or_retract(self, rows: RowIndex) -> RowIndex:
         """Reserve one more slot for each of `rows`, retracting until they fit; return the rest."""
-        host = self.rank.host
-        while len(rows) and not self.rank.memory.grow_rows(rows, self._decode_ends(rows)):
-            if self._give_back_tails(rows) or host.drop_fetches() or self._evict_for(rows):
+        memory, sessions = self.rank.memory, self.rank.idle_sessions
+        while len(rows):
+            ends = decode_ends(memory.rows, self.rank.columns, rows)
+            if memory.grow_rows(rows, ends):
+                break
+            if free_tails(memory, rows, ends) or self.rank.host.drop_fetches():
+                continue
+            if sessions.evict_for(int(memory.pages_to_grow(rows, ends).sum())):
                 continue
             victim = self._retract_one()
             if victim is None:
@@ -284,51 +292,12 @@ class StepBuilder:
             rows = rows[rows != victim]
         return rows
 
-    def _evict_for(self, rows: RowIndex) -> bool:
-        """Evict idle sessions until `rows` have their next slots; return whether any was."""
-        lacking = self.rank.memory.pages_to_grow(rows, self._decode_ends(rows))
-        return self.rank.evict_sessions_for(int(lacking.sum()))
-
-    def _give_back_tails(self, rows: RowIndex) -> bool:
-        """Free the slots of rejected drafts; return whether that freed any page."""
-        memory, ends = self.rank.memory, self._decode_ends(rows)
-        has_tail = memory.rows.kv_allocated_len[rows] > ends
-        freed = 0
-        for row, end in zip(rows[has_tail].tolist(), ends[has_tail].tolist(), strict=True):
-            freed += sum(free_tail(memory, memory.leases[row], end))
-        return freed > 0
-
-    def _decode_ends(self, rows: RowIndex) -> Int32Array:
-        return decode_ends(self.rank.memory.rows, self.rank.columns, rows)
-
-    def _grow_for_drafts(self) -> Int32Array:
-        """Choose each decode row's drafts and reserve their slots; none if memory is short."""
-        rows = self.decode_rows
-        drafts = choose_drafts(self.rank.columns, rows, self._sizes.max_draft_tokens)
-        expected = choose_expected(self.rank.running, rows, self._sizes.max_draft_tokens)
-        if expected is not None:
-            drafts += expected[0]
-        ends = self._decode_ends(rows) + drafts
-        ahead = np.where(drafts > 0, self._sizes.lookahead_slots, 0).astype(np.int32)
-        ends = np.minimum(ends + ahead, self.rank.columns.max_len[rows])
-        if not self.rank.memory.grow_rows(rows, ends):
-            return np.zeros_like(drafts)
-        if expected is not None:
-            self.drafts = expected[1]
-        return drafts
-
     def _retract_one(self) -> int | None:
-        """Retract the runnable request of the lowest priority with the lowest recompute cost; never
-        the only one. Return its row, or None."""
-        running = self.rank.running
-        candidates = running.runnable()
-        if len(candidates) <= 1:
-            return None
-        priorities = running.columns.priority[candidates]
-        candidates = candidates[priorities == priorities.min()]
-        victim = int(candidates[by_cost(self.rank.memory, running, candidates)[0]])
-        self._drop_prompt(victim)
-        self.retracted.append(self.rank.retract(victim))
+        """Retract a request to free memory; never the only one. Return its row, or None."""
+        victim = choose_victim(self.rank.memory, self.rank.running)
+        if victim is not None:
+            self._drop_prompt(victim)
+            self.retracted.append(self.rank.retract(victim))
         return victim
 
     def _add_chunks(self) -> None:
@@ -410,7 +379,7 @@ class StepBuilder:
         start = int(memory.rows.kv_committed_len[row]) + num_planned
         wanted, num_scored = self._share(row, num_left, num_scored_left)
         while (room := memory.tokens_that_fit(row) - start) < wanted and (
-            self.rank.host.drop_fetches() or self.rank.evict_idle_session()
+            self.rank.host.drop_fetches() or self.rank.idle_sessions.evict_oldest()
         ):
             pass
         count = self.whole_len(row, num_planned + min(wanted, room)) - num_planned

@@ -44,6 +44,7 @@ _RESUMABLE = "sgl_jax/mem_cache/tree/resumable.py"
 _LOCKED = "sgl_jax/mem_cache/pages/locked_pages.py"
 _RANK_HOST = "sgl_jax/scheduler/rank_offload.py"
 _RANK = "sgl_jax/scheduler/rank_scheduler.py"
+_IDLE_SESSIONS = "sgl_jax/scheduler/idle_sessions.py"
 _IMAGES = "sgl_jax/scheduler/image_cache.py"
 _PLANNER = "sgl_jax/scheduler/step_builder.py"
 _BUILDER = "sgl_jax/scheduler/step_arrays.py"
@@ -881,9 +882,9 @@ MUTATIONS = (
     ),
     Mutation(
         "keep the slots of refused drafts while others are retracted",
-        _PLANNER,
-        "        return freed > 0\n",
-        "        return False\n",
+        _RELEASE,
+        "    return freed > 0\n",
+        "    return False\n",
     ),
     Mutation(
         "lose the tokens of every full block",
@@ -927,9 +928,8 @@ MUTATIONS = (
     Mutation(
         "retract from a rank that has room",
         _PLANNER,
-        "while len(rows) and not self.rank.memory.grow_rows(rows, self._decode_ends(rows)):",
-        "while len(rows) > 1 and (self._retract_one() or True) "
-        "and not self.rank.memory.grow_rows(rows, self._decode_ends(rows)):",
+        "        while len(rows):\n",
+        "        while len(rows) > 1 and (self._retract_one() or True):\n",
     ),
     Mutation(
         "keep what a failed device has written",
@@ -1062,7 +1062,7 @@ MUTATIONS = (
     ),
     Mutation(
         "never evict a session",
-        _RANK,
+        _IDLE_SESSIONS,
         "        if session_id is None:\n            return False\n        release_idle_lease",
         "        if True:\n            return False\n        release_idle_lease",
     ),
@@ -1080,8 +1080,8 @@ MUTATIONS = (
     ),
     Mutation(
         "let idle sessions hold what they like",
-        _RANK,
-        "        while self.memory.num_session_pages > self._max_session_pages:\n",
+        _IDLE_SESSIONS,
+        "        while self._memory.num_session_pages > self._max_pages:\n",
         "        while False:\n",
     ),
     Mutation(
@@ -1093,8 +1093,8 @@ MUTATIONS = (
     Mutation(
         "retract before an idle session is evicted",
         _PLANNER,
-        " or self._evict_for(rows):",
-        ":",
+        "if sessions.evict_for(int(memory.pages_to_grow(rows, ends).sum())):",
+        "if False:",
     ),
     Mutation(
         "publish a turn before it has succeeded",
@@ -3608,15 +3608,15 @@ MUTATIONS = (
     ),
     Mutation(
         "host: fetch nothing while idle sessions have all rows",
-        _RANK,
-        "            self.evict_idle_session()\n        num_pages = self",
+        _IDLE_SESSIONS,
+        "            self.evict_oldest()\n        num_pages = self",
         "            pass\n        num_pages = self",
     ),
     Mutation(
         "host: fetch nothing while idle sessions have all pages",
-        _RANK,
-        "        num_pages = self.memory.request_pages(length) - ",
-        "        num_pages = 0 * self.memory.request_pages(length) - ",
+        _IDLE_SESSIONS,
+        "        num_pages = self._memory.request_pages(length) - ",
+        "        num_pages = 0 * self._memory.request_pages(length) - ",
     ),
     Mutation(
         "host: take no notice of arriving blocks",
@@ -3627,8 +3627,8 @@ MUTATIONS = (
     Mutation(
         "host: leave pages with fetches while rows lack them",
         _PLANNER,
-        "host.drop_fetches() or self._evict_for",
-        "self._evict_for",
+        "free_tails(memory, rows, ends) or self.rank.host.drop_fetches()",
+        "free_tails(memory, rows, ends)",
     ),
     Mutation(
         "store: keep values that a load has not found",
@@ -3885,8 +3885,8 @@ MUTATIONS = (
     ),
     Mutation(
         "not finite: leave an idle session on a withdrawn prefix",
-        _RANK,
-        "            if not self.memory.cache.finds(lease.node):\n",
+        _IDLE_SESSIONS,
+        "            if not self._memory.cache.finds(lease.node):\n",
         "            if False:\n",
     ),
     Mutation(
@@ -4129,7 +4129,7 @@ MUTATIONS = (
     Mutation(
         "chunks: keep the prompt of a request that is retracted",
         "sgl_jax/scheduler/step_builder.py",
-        "        self._drop_prompt(victim)\n",
+        "            self._drop_prompt(victim)\n",
         "",
     ),
     Mutation(

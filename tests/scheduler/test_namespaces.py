@@ -212,7 +212,7 @@ def test_a_session_that_lost_its_memory_matches_its_own_namespace_again() -> Non
     talk.open("s", namespace="red")
     talk.say("s", PROMPT)
     known = len(talk.of["s"].tokens) // 4 * 4
-    assert driver.scheduler.ranks[0].evict_idle_session()
+    assert driver.scheduler.ranks[0].idle_sessions.evict_oldest()
     assert driver.cached[talk.say("s", [40, 41])] >= known - 4
     talk.close_all()
 

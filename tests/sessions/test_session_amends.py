@@ -227,7 +227,7 @@ def test_an_abort_without_a_session_leaves_a_turn_that_has_ended() -> None:
 @pytest.mark.parametrize("has_room", [True, False])
 def test_an_evicted_session_is_amended_all_the_same(has_room: bool) -> None:
     s = three_turns()
-    s.driver.scheduler.ranks[0].evict_idle_session()
+    s.driver.scheduler.ranks[0].idle_sessions.evict_oldest()
     if has_room:
         s.driver.submit(generate("plain", [9] * 5, 4))
         s.run()

@@ -420,7 +420,7 @@ class SessionMachine(SchedulerMachine):
         chosen = driver.scheduler.ranks[rank % driver.scheduler.sizes.dp_size]
         driver.record(Note(f"rank {chosen.dp_rank} evicts an idle session"))
         num_idle = chosen.memory.sessions.num_idle
-        assert chosen.evict_idle_session() == (num_idle > 0)
+        assert chosen.idle_sessions.evict_oldest() == (num_idle > 0)
 
     # -- what must hold ---------------------------------------------------------------------
 

@@ -219,8 +219,8 @@ def test_an_evicted_session_answers_as_if_nothing_had_happened(
         for number in range(6):
             if is_evicted and number:
                 rank = s.driver.scheduler.ranks[0]
-                assert rank.evict_idle_session()
-                assert not rank.evict_idle_session()
+                assert rank.idle_sessions.evict_oldest()
+                assert not rank.idle_sessions.evict_oldest()
                 assert rank.memory.view().session_rows == 0
             history = len(s.of["s"].tokens)
             rid = s.say("s", [number, 3, 5], 5)
@@ -402,7 +402,7 @@ def test_turns_go_to_the_rank_that_holds_their_session(
 def test_once_its_memory_is_gone_a_session_may_move() -> None:
     s = talk(dp_size=2)
     s.say("s", [1, 2, 3], dp_rank=0)
-    assert s.driver.scheduler.ranks[0].evict_idle_session()
+    assert s.driver.scheduler.ranks[0].idle_sessions.evict_oldest()
     rid = s.say("s", [4], dp_rank=1)
     assert (s.driver.dp_rank[rid], s.driver.cached[rid]) == (1, 0)
     assert s.listed()["s"]["dp_rank"] == 1

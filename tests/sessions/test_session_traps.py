@@ -118,7 +118,7 @@ def test_trap_5_a_lease_is_not_released_while_a_request_borrows_it() -> None:
         s.driver.step()
     leases = [s.driver.scheduler._requests[rid].lease for rid in rids]
     (rank,) = s.driver.scheduler.ranks
-    assert not rank.evict_idle_session()
+    assert not rank.idle_sessions.evict_oldest()
     s.driver.tick(100.0)
     assert not s.driver.scheduler.handle(Flush())
     s.close("s")
@@ -323,7 +323,7 @@ def test_trap_14_a_short_rank_leaves_the_sessions_of_other_ranks_alone() -> None
     s.run()
     assert s.driver.scheduler.ranks[0].num_retracted > 0
     assert s.driver.scheduler.ranks[1].num_retracted == 0
-    assert s.driver.scheduler.ranks[1].num_evicted_sessions == 0
+    assert s.driver.scheduler.ranks[1].idle_sessions.num_evicted == 0
     assert s.driver.cached[s.say("idle", [6])] == 9
 
 

@@ -206,7 +206,7 @@ class RankCapacity:
         """Fetch the request's prefix from the host if faster; return its row and length."""
         num_read = self.rank.reusable_len(request, cursor)
         num_ahead = self._builder.num_prefill_tokens
-        make_room = partial(self.rank.evict_sessions_for_prefix, cursor)
+        make_room = partial(self.rank.idle_sessions.evict_for_prefix, cursor)
         found = self.rank.host.fetch_for(request, num_read, num_ahead, make_room)
         self._update()  # it may have taken pages, and a row
         return found
