@@ -89,6 +89,11 @@ class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
     def side_multiple(self) -> int:
         return self.patch_size * self.merge_size
 
+    @property
+    def max_tokens(self) -> int:
+        """Return the number of tokens of the largest image."""
+        return self.max_pixels // self.side_multiple**2
+
     def num_tokens(self, height: int, width: int) -> int:
         """Return the number of tokens of an image with these sides in pixels."""
         return (height // self.side_multiple) * (width // self.side_multiple)
