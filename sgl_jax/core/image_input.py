@@ -77,15 +77,22 @@ class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.image_token_id if self.written_id is None else self.written_id
 
     def expanded(self, text: str, text_of: Callable[[int], str]) -> str:
-        """Return `text` with the expansion of each placeholder; `text_of` writes a token."""
-        if not self.expansion:
+        """Return `text` with the expansion of each placeholder; `text_of` writes a token, or "" if
+        the tokenizer has none."""
+        placeholder = text_of(self.placeholder_id)
+        if not self.expansion or not placeholder:
             return text
         parts = (part if isinstance(part, str) else text_of(part) for part in self.expansion)
-        return text.replace(text_of(self.placeholder_id), "".join(parts))
+        return text.replace(placeholder, "".join(parts))
 
     @property
     def side_multiple(self) -> int:
         return self.patch_size * self.merge_size
+
+    @property
+    def max_tokens(self) -> int:
+        """Return the number of tokens of the largest image."""
+        return self.max_pixels // self.side_multiple**2
 
     def num_tokens(self, height: int, width: int) -> int:
         """Return the number of tokens of an image with these sides in pixels."""

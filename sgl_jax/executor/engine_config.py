@@ -28,7 +28,7 @@ from sgl_jax.executor.model_settings import (
 from sgl_jax.executor.pool_size import KVPools, StateSizes
 from sgl_jax.executor.state_slots import RowStates
 from sgl_jax.executor.step import StepState
-from sgl_jax.kernels.attention.api import check_pages
+from sgl_jax.kernels.attention.api import check_pages, check_spans
 from sgl_jax.kernels.attention.cache_dtype import EIGHT_BITS, cache_dtype_name
 from sgl_jax.kernels.gated_delta.batch import CHUNK_TOKENS
 from sgl_jax.kernels.row_blocks import RowBlocks
@@ -70,7 +70,7 @@ class EngineConfig(NamedTuple):
 
         Raises ValueError if the context exceeds the model's, heads or experts cannot be
         distributed, the model has no experts to distribute, the platform lacks the backend, or the
-        attention kernel cannot read pages of this size or number.
+        attention kernel cannot read pages of this size or number, or as many images.
         """
         if args.kv_cache_dtype == "auto" and stores_kv_scales(model):
             args = dataclasses.replace(args, kv_cache_dtype=_EIGHT_BITS)
@@ -86,6 +86,8 @@ class EngineConfig(NamedTuple):
         if args.attention_backend == "pallas":
             check_pages(args.page_size, config.pages_per_row, pool_layouts[0].dtype)
             check_recurrence(model, args.tp_size)
+            if model.vision is not None and model.vision.whole_images:
+                check_spans(buckets.rows, args.max_images_per_request)
         return config
 
     @property
@@ -327,6 +329,12 @@ class EngineConfig(NamedTuple):
             texts.append(
                 "K and V are cached in 8 bits as they are, at most 448: "
                 "scripts/calibrate_kv_scales finds scales for --kv-cache-scales"
+            )
+        vision, most = self.model.vision, self.args.chunked_prefill_size
+        largest = vision.images.max_tokens if vision and vision.whole_images else 0
+        if largest > most:
+            texts.append(
+                f"images are resized to {most} tokens, --chunked-prefill-size, instead of {largest}"
             )
         if self.state_layout is None or self.args.disable_radix_cache:
             return texts

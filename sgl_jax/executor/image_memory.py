@@ -43,8 +43,7 @@ class ImageMemory(NamedTuple):
         num_slots -= num_slots % args.tp_size
         images = vision.images
         assert args.context_length is not None, "resolved"
-        largest = images.max_pixels // images.side_multiple**2
-        most = min(num_slots, args.context_length, _MOST_TOKENS, largest)
+        most = min(num_slots, args.context_length, _MOST_TOKENS, images.max_tokens)
         if vision.whole_images:
             most = min(most, args.chunked_prefill_size)
         if most * images.side_multiple**2 < images.min_pixels:

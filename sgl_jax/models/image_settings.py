@@ -38,7 +38,7 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
 }
 _GEMMA4_FIXED: Mapping[str, tuple[Any, ...]] = {
     **_FIXED,
-    "do_normalize": (False, True),  # by nothing
+    "do_normalize": (False, True),  # equal, because of the mean and std below
     "image_mean": ([0.0, 0.0, 0.0],),
     "image_std": ([1.0, 1.0, 1.0],),
 }

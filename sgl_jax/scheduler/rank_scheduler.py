@@ -94,6 +94,8 @@ class RankScheduler:
         self.most_request_pages = self.memory.request_pages(sizes.max_request_tokens)
         # `SHORT_PART` times the tokens of short prompts beyond their part of earlier steps.
         self.short_debt = 0
+        # Tokens of tenants' images beyond their shares of earlier steps, by number.
+        self.tenant_debts: dict[int, int] = {}
         # Admissions to send to the device with the next launched step, by row.
         self.unsent_admissions: dict[int, RowAdmission] = {}
         self.prompts = RunningPrompts(self.memory, self.running)

@@ -8,11 +8,12 @@ same length are still computed one after another: sharing a step would delay the
 nothing for the rest. Both sides of that condition shrink equally as the prompts are computed, so it
 remains true.
 
-If tenants have shares, each tenant's prompts get its share of the tokens, the oldest first.
+If tenants have shares, each tenant's prompts get its share of the tokens, the oldest first, less
+what its images took beyond its shares of earlier steps.
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,7 @@ class SharedTokens:
         num_short: tokens of the short part.
         tenants: int32, tenant numbers by row.
         weights: float64[n], weights of the tenants by number; None if they have no shares.
+        debts: tokens by which tenants, by number, exceeded their shares of earlier steps.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class SharedTokens:
         num_short: int,
         tenants: NDArray[np.int32],
         weights: NDArray[np.float64] | None,
+        debts: Mapping[int, int],
     ) -> None:
         self.priority = priority
         self.num_tokens, self.num_short = num_tokens, num_short
@@ -52,7 +55,7 @@ class SharedTokens:
         # The rows of the short part by ascending number of tokens left, and these numbers.
         self.short_rows: list[int] = []
         self._short_lens: list[int] = []
-        self._weights = weights
+        self._weights, self._debts = weights, debts
         self._by_tenant: dict[int, list[int]] = {}  # rows, oldest first
         if weights is not None:
             for row in needs:
@@ -132,7 +135,8 @@ class SharedTokens:
         if self._weights is not None and len(self._by_tenant) > 1:
             weights = self._weights[list(self._by_tenant)]
             shares = (self.num_tokens * weights / weights.sum()).astype(int).tolist()
-            parts += zip(self._by_tenant.values(), shares, strict=True)
+            for (tenant, rows), share in zip(self._by_tenant.items(), shares, strict=True):
+                parts.append((rows, share - self._debts.get(tenant, 0)))
         return parts
 
     def serves(self, row: int) -> bool:

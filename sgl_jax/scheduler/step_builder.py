@@ -233,6 +233,7 @@ class StepBuilder:
             num_short,
             self.rank.columns.tenant,
             self._tenants.step_weights(),
+            self.rank.tenant_debts,
         )
         self._limit()
 
@@ -305,7 +306,9 @@ class StepBuilder:
         running = self.rank.running
         self._num_left = self.chunk_size
         self._num_scored_left = self._sizes.max_prompt_logprob_tokens
-        shared, self.rank.short_debt = self._shared, self.rank.short_debt if self._shared else 0
+        if (shared := self._shared) is None:
+            self.rank.short_debt = 0
+            self.rank.tenant_debts.clear()
         if self._prefilling:  # the first, so that others' tokens never leave too few for it
             self._add_image(self._prefilling[0])
         for row in self._prefilling:
@@ -323,10 +326,8 @@ class StepBuilder:
             if not len(rows) or len(rows) < len(running):
                 return  # a finished request will free its pages when its result is read
             first = int(rows[running.columns.priority[rows].argmax()])
-            if (
-                self._add_image(first)
-                or self._add_chunk(first, self._num_left, self._num_scored_left)[0]
-            ):
+            count = self._add_image(first)
+            if count or self._add_chunk(first, self._num_left, self._num_scored_left)[0]:
                 return
             if self._retract_one() is None:
                 self.unservable.append(first)
@@ -335,11 +336,11 @@ class StepBuilder:
     def _add_image(self, row: int) -> int:
         """Add the image that `row` has to compute next, if steps must not split it; return how many
         tokens. It may exceed the step's prompt tokens, but not those of the engine's steps."""
-        num_tokens = 0
-        if self._sizes.whole_images:
-            start = int(self.rank.memory.rows.kv_committed_len[row])
-            num_tokens = image_ahead(self.rank.running.request(row).images, start)
-        if not num_tokens:
+        if not self._sizes.whole_images:
+            return 0
+        start = int(self.rank.memory.rows.kv_committed_len[row]) + self.chunks.get(row, 0)
+        num_tokens = image_ahead(self.rank.running.request(row).images, start)
+        if not 0 < num_tokens <= self._sizes.max_chunk_tokens - sum(self.chunks.values()):
             return 0
         self._num_left = max(self._num_left, num_tokens)
         return self._add_chunk(row, num_tokens, self._num_scored_left)[0]
@@ -353,9 +354,10 @@ class StepBuilder:
 
     def _add_parts(self, shared: SharedTokens) -> None:
         """Add chunks of each part of the tokens. Tokens of scored positions are divided in
-        proportion. A short part of a page may exceed its part of the step: the next steps have none
-        until that is made up for."""
+        proportion. A short part of a page, and the last image of a part, may exceed the part: the
+        next steps have none until that is made up for."""
         num_scored_before, num_taken = self._num_scored_left, 0
+        most_debt = self._sizes.max_image_tokens if self._sizes.whole_images else 0
         for rows, most in shared.parts():
             num_left = min(most - sum(self.chunks.get(row, 0) for row in rows), self._num_left)
             is_short = rows is shared.short_rows
@@ -366,9 +368,14 @@ class StepBuilder:
                     break
                 num_scored_left = min(num_scored_left, self._num_scored_left)
                 count, num_scored = self._add_chunk(row, num_left, num_scored_left)
+                count = count or self._add_image(row)
                 num_left, num_scored_left = num_left - count, num_scored_left - num_scored
+            num_chosen = sum(self.chunks.get(row, 0) for row in rows)
             if is_short:
-                num_taken = SHORT_PART * sum(self.chunks.get(row, 0) for row in rows)
+                num_taken = SHORT_PART * num_chosen
+            else:
+                tenant = int(self.rank.columns.tenant[rows[0]])
+                self.rank.tenant_debts[tenant] = min(max(num_chosen - most, 0), most_debt)
         self.rank.short_debt = max(self.rank.short_debt + num_taken - shared.num_tokens, 0)
 
     def _add_chunk(self, row: int, num_left: int, num_scored_left: int) -> tuple[int, int]:

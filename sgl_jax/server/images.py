@@ -70,20 +70,8 @@ async def decode_images(
     if settings is None or not images:
         return []
     named = [(f"image {n}" if len(images) > 1 else "the image") for n in range(1, len(images) + 1)]
-
-    async def decode() -> list[DecodedImage]:
-        decoded, together = dict[int, DecodedImage](), dict[int, DecodeImage]()
-        for n, (image, name) in enumerate(zip(images, named, strict=True)):
-            job = await _job_of(image, name, settings, refs)
-            if job.file:  # the body's limit does not bound fetched files: one is held at a time
-                (decoded[n],) = await refs.texts.decode(client, [job])
-            else:
-                together[n] = job
-        found = await refs.texts.decode(client, list(together.values()))
-        decoded |= zip(together, found, strict=True)
-        return [decoded[n] for n in range(len(images))]
-
-    return await unless_gone(request.receive, decode())
+    jobs = (_job_of(image, name, settings, refs) for image, name in zip(images, named, strict=True))
+    return await unless_gone(request.receive, refs.texts.decode(client, jobs))
 
 
 async def _job_of(

@@ -11,7 +11,7 @@ import os
 import time
 from array import array
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from typing import Generic, TypeAlias, TypeVar
 
 import msgspec
@@ -88,7 +88,7 @@ class TextPool:
         self.abilities = TemplateAbilities()
         try:
             async with asyncio.timeout(_WORKER_START_S + _PROBE_S):
-                (answer,) = await self._answers("", [ProbeTemplate(_PROBE_S)])
+                (answer,) = await self._answers_of("", [ProbeTemplate(_PROBE_S)])
             assert isinstance(answer, Probed)
             self.abilities = answer.abilities
         except (ApiError, TimeoutError) as error:
@@ -104,28 +104,51 @@ class TextPool:
             InvalidRequestError: a conversation is too long, or refused by the template.
             ApiError: 503, it took too long.
         """
-        answers = await self._answers(client, jobs)
+        answers = await self._answers_of(client, jobs)
         encoded = [answer.ids for answer in answers if isinstance(answer, TokenIds)]
         return [array("i", ids) for each in encoded for ids in each]
 
-    async def decode(self, client: str, jobs: Sequence[DecodeImage]) -> list[DecodedImage]:
-        """Return each image, as `run` does for texts. Raises as `run` does."""
-        answers = await self._answers(client, jobs)
-        return [answer for answer in answers if isinstance(answer, DecodedImage)]
+    async def decode(
+        self, client: str, jobs: Iterable[Awaitable[DecodeImage]]
+    ) -> list[DecodedImage]:
+        """Return each image of a request, as `run` does for texts. Raises as `run` does.
 
-    async def _answers(self, client: str, jobs: Sequence[Job]) -> list[_Done]:
-        loop = asyncio.get_running_loop()
-        answers: _Answers = [loop.create_future() for _ in jobs]
+        A job that holds a file is done before the next one is awaited.
+        """
+        with self._request() as answers:
+            for awaited in jobs:
+                job = await awaited
+                answer = self._put(client, job, answers)
+                if job.file:  # no limit of bodies bounds it
+                    await answer
+            done = [await answer for answer in answers]
+        return [image for image in done if isinstance(image, DecodedImage)]
+
+    async def _answers_of(self, client: str, jobs: Sequence[Job]) -> list[_Done]:
+        with self._request() as answers:
+            for job in jobs:
+                self._put(client, job, answers)
+            return [await answer for answer in answers]
+
+    @contextlib.contextmanager
+    def _request(self) -> Iterator[_Answers]:
+        """Yield a list for the answers of a request; on exit, cancel those that are not there, and
+        count its pixels no more."""
+        answers: _Answers = []
         self.num_open += 1
         try:
-            for job, answer in zip(jobs, answers, strict=True):
-                self._queue.put(client, (job, answer, answers))
-            return [await answer for answer in answers]
+            yield answers
         finally:
             self.num_open -= 1
             self._pixel_bytes -= _pixel_bytes_in(answers)
             for answer in answers:
                 answer.cancel()
+
+    def _put(self, client: str, job: Job, answers: _Answers) -> "asyncio.Future[_Done]":
+        answer: asyncio.Future[_Done] = asyncio.get_running_loop().create_future()
+        answers.append(answer)
+        self._queue.put(client, (job, answer, answers))
+        return answer
 
     def _hold(self, answer: _Done, answers: _Answers) -> None:
         """Count an answer; `answers` are those of its request.

@@ -97,7 +97,7 @@ def test_they_are_those_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None
     with make_engine() as engine:
         check_engine(engine)
         monkeypatch.setattr(request_checks, "_MOST_HIDDEN_NUMBERS", 3 * 64)
-        with pytest.raises(InvalidRequestError, match="may have 3 tokens, and has up to 4"):
+        with pytest.raises(InvalidRequestError, match="of at most 3 tokens, not of up to 4"):
             engine.generate([[3, 4, 5, 6]], return_hidden_states=True)
 
 

@@ -8,7 +8,9 @@ from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.executor.engine_config import EngineConfig
 from sgl_jax.kernels.row_blocks import TPU_BLOCK_ROWS, RowBlocks
 from sgl_jax.models.quantization import QuantizationConfig
+from sgl_jax.models.served import served_config
 from sgl_jax.planner.arguments import read_config
+from tests.models.golden_server import GOLDEN
 
 LLAMA = read_config("llama-3.1-8b")
 
@@ -43,6 +45,29 @@ def test_a_request_of_too_many_pages_for_scalar_memory_is_refused_with_the_way_o
         EngineConfig.resolve(ServerArgs(page_size=16), config, "tpu")
     assert EngineConfig.resolve(ServerArgs(page_size=32), config, "tpu").pages_per_row == 32_768
     assert EngineConfig.resolve(ServerArgs(page_size=16), config, "cpu").pages_per_row == 65_536
+
+
+def resolve_gemma(family, **settings):
+    path = str(GOLDEN / "vision" / family)
+    args = ServerArgs(model_path=path, enable_multimodal=True, **settings)
+    return EngineConfig.resolve(args, served_config(read_config(path), args), "tpu")
+
+
+def test_more_images_of_rows_than_scalar_memory_holds_are_refused_with_the_way_out():
+    given = {"page_size": 16, "max_running_requests": 256}
+    with pytest.raises(ValueError, match=r"32768 .* --max-images-per-request 129 .* 33024"):
+        resolve_gemma("gemma3", max_images_per_request=129, **given)
+    assert resolve_gemma("gemma3", max_images_per_request=128, **given).images.max_images == 128
+    resolve_gemma("gemma3", max_images_per_request=129, attention_backend="xla", **given)
+    resolve_gemma("gemma4", max_images_per_request=1024, **given)  # no layer sees images whole
+
+
+@pytest.mark.parametrize(("chunk_tokens", "is_told"), [(8, True), (16, False)])
+def test_images_resized_to_the_tokens_of_a_step_are_warned_of(chunk_tokens, is_told):
+    config = resolve_gemma("gemma4_moe", page_size=16, chunked_prefill_size=chunk_tokens)
+    texts = config.warnings(config.sizes((100, 100)))
+    told = "images are resized to 8 tokens, --chunked-prefill-size, instead of 12"
+    assert any(told in text for text in texts) == is_told
 
 
 def test_xla_takes_any_page():

@@ -4079,6 +4079,18 @@ MUTATIONS = (
         "0",
     ),
     Mutation(
+        "chunks: let an image wait until its part of a step holds it",
+        "sgl_jax/scheduler/step_builder.py",
+        "                count = count or self._add_image(row)\n",
+        "",
+    ),
+    Mutation(
+        "chunks: give a tenant its share after an image beyond it",
+        "sgl_jax/scheduler/step_builder.py",
+        "min(max(num_chosen - most, 0), most_debt)",
+        "0",
+    ),
+    Mutation(
         "chunks: give short prompts all scored positions",
         "sgl_jax/scheduler/step_builder.py",
         "num_scored_before * part // shared.num_tokens",

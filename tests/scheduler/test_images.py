@@ -8,8 +8,10 @@ import pytest
 from sgl_jax.core.image_input import ImageInput
 from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.scheduler_args import SchedulerArgs
+from sgl_jax.core.shares import Tenant
 from sgl_jax.scheduler.events import Configure
 from tests.scheduler.driver import Driver, forced_retract, generate, make_sizes
+from tests.scheduler.test_shared_chunks import count_chunks
 
 FIRST_ID = 1 << 20  # of pseudo-ids: above the vocabulary and the rows of the table
 SLOTS = 12  # the five images have 14 tokens
@@ -20,19 +22,22 @@ def request(rid: str, rng: random.Random, max_new_tokens: int = 6) -> GenerateRe
     tokens, images = [1] * rng.randrange(1, 5), list[ImageInput]()
     for _ in range(rng.randrange(4)):
         content = rng.randrange(5)
-        num_tokens = 2 + content % 3
-        ids = np.arange(FIRST_ID + 100 * content, FIRST_ID + 100 * content + num_tokens)
-        images.append(
-            ImageInput(
-                start=len(tokens),
-                num_tokens=num_tokens,
-                height=8,
-                width=8 * num_tokens,
-                pixels=ids.astype(np.int32).tobytes().ljust(3 * 64 * num_tokens),
-            )
-        )
-        tokens += [*ids.tolist(), *([2] * rng.randrange(1, 4))]
+        images.append(add_image(tokens, content, 2 + content % 3))
+        tokens += [2] * rng.randrange(1, 4)
     return generate(rid, tokens, max_new_tokens, images=tuple(images))
+
+
+def add_image(tokens: list[int], content: int, num_tokens: int) -> ImageInput:
+    ids = np.arange(FIRST_ID + 100 * content, FIRST_ID + 100 * content + num_tokens)
+    image = ImageInput(
+        start=len(tokens),
+        num_tokens=num_tokens,
+        height=8,
+        width=8 * num_tokens,
+        pixels=ids.astype(np.int32).tobytes().ljust(3 * 64 * num_tokens),
+    )
+    tokens += ids.tolist()
+    return image
 
 
 @pytest.mark.parametrize("whole_images", [False, True])
@@ -81,6 +86,71 @@ def test_images_are_read_where_they_were_written(seed: int, *, whole_images: boo
     counters = driver.scheduler.counters()
     assert counters["image_cache_hits"] > 0
     assert counters["image_encodings"] > 5
+
+
+CHUNK, IMAGE, LONG = 32, 16, 3000
+
+
+def whole_images_driver(fair_share: str, chunk_tokens: int = CHUNK) -> Driver:
+    """A request decodes, and a long prompt is computed."""
+    sizes = make_sizes(
+        page_size=4,
+        num_pages=2000,
+        num_rows=8,
+        max_chunk_tokens=CHUNK,
+        max_context_len=LONG + 100,
+    )
+    sizes = sizes._replace(
+        image_slots=64, max_images=8, max_image_tokens=IMAGE, image_token_side=8, whole_images=True
+    )
+    args = SchedulerArgs(fair_share=fair_share)
+    driver = Driver(sizes, args, overlap=False)
+    driver.scheduler.handle(Configure(args, chunk_tokens))
+    driver.submit(generate("decoding", [1, 2], 2000, tenant=Tenant(name="a")))
+    driver.step()
+    driver.submit(generate("long", (np.arange(LONG) % 40).tolist(), 1, tenant=Tenant(name="a")))
+    driver.step()
+    return driver
+
+
+def with_image(rid: str, content: int, weight: float) -> GenerateRequest:
+    tokens = [3, 4, 5]
+    image = add_image(tokens, content, IMAGE)
+    tenant = Tenant(name="b", weight=weight)
+    return generate(rid, [*tokens, 6], 1, images=(image,), tenant=tenant)
+
+
+@pytest.mark.parametrize("chunk_tokens", [CHUNK, 12])
+@pytest.mark.parametrize(("fair_share", "weight"), [("off", 1), ("tokens", 1), ("tokens", 0.1)])
+def test_an_image_larger_than_its_part_of_a_step_waits_for_few_steps(
+    fair_share: str, weight: float, chunk_tokens: int
+) -> None:
+    driver = whole_images_driver(fair_share, chunk_tokens)
+    driver.submit(with_image("image", 0, weight))
+    num_steps = 0
+    while not driver.tokens["image"] and num_steps < 100:
+        driver.step()
+        num_steps += 1
+    assert num_steps <= 8
+    driver.check_tokens("image")
+
+
+@pytest.mark.parametrize(
+    ("fair_share", "weight", "most"), [("off", 1, 0.25), ("tokens", 1, 0.5), ("tokens", 0.1, 0.25)]
+)
+def test_images_beyond_their_part_are_made_up_for(
+    fair_share: str, weight: float, most: float
+) -> None:
+    """A flood of images gets its part of the tokens, and the long prompt the rest."""
+    driver, num_images = whole_images_driver(fair_share), 0
+    while not driver.tokens["long"] and len(driver.plans) < 300:
+        while driver.scheduler.num_waiting < 2:
+            driver.submit(with_image(f"image {num_images}", num_images, weight))
+            num_images += 1
+        driver.step()
+    ends = [driver.prompts[rid] for rid in driver.finish if rid != "long"]
+    num_tokens = sum(count_chunks(plan) for plan in driver.plans)
+    assert 0.1 < sum(map(len, ends)) / num_tokens < most
 
 
 def test_recordings_have_no_pixels() -> None:

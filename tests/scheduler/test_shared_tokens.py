@@ -17,7 +17,7 @@ NO_TENANTS = np.zeros(100, np.int32)
 
 def divide(needs: list[int], num_tokens: int, num_short: int) -> SharedTokens:
     rows = dict(enumerate(needs))
-    return SharedTokens(0, rows, num_tokens, num_short, NO_TENANTS, None)
+    return SharedTokens(0, rows, num_tokens, num_short, NO_TENANTS, None, {})
 
 
 def random_needs(rng: np.random.Generator) -> tuple[list[int], int, int]:
@@ -71,7 +71,7 @@ def test_a_short_prompt_would_be_completed_later_by_age(seed: int) -> None:
 def test_tenants_share_by_weight_and_leave_the_rest_to_the_oldest() -> None:
     weights, tenants = np.array([1.0, 3.0, 4.0]), np.array([1, 1, 2, 0], np.int32)
     needs = {0: 100, 1: 100, 2: 10, 3: 100}
-    shared = SharedTokens(0, needs, 80, 0, tenants, weights)
+    shared = SharedTokens(0, needs, 80, 0, tenants, weights, {})
     parts = [(list(rows), most) for rows, most in shared.parts()]
     assert parts == [([0, 1], 30), ([2], 40), ([3], 10)]
     assert [shared.serves(row) for row in needs] == [True, False, True, True]
@@ -79,7 +79,7 @@ def test_tenants_share_by_weight_and_leave_the_rest_to_the_oldest() -> None:
 
 def test_no_more_than_four_tenants_start_to_share_a_step() -> None:
     weights = np.array([1.0, 1.0, 1.0, 1.0, 1.0, 0.01])
-    shared = SharedTokens(0, {0: 100, 1: 100}, 32, 8, np.array([2, 3], np.int32), weights)
+    shared = SharedTokens(0, {0: 100, 1: 100}, 32, 8, np.array([2, 3], np.int32), weights, {})
     is_open = shared.open_tenants()
     assert is_open is not None
     assert is_open.tolist() == [True, True, False, False, True, False]  # the last would get nothing

@@ -360,6 +360,21 @@ async def test_urls_are_fetched_from_listed_domains_only(folder: Path) -> None:
             assert error["param"] == "messages"
 
 
+async def test_fetched_images_of_a_request_count_together(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sgl_jax.server.text_pool._MAX_PIXEL_BYTES", 3 * 64 * 64)
+    web = await asyncio.start_server(answer_images, "127.0.0.1", 0)
+    port = web.sockets[0].getsockname()[1]
+    red = part(f"http://localhost:{port}/chunks")
+    async with web, seeing_server(folder, allowed_media_domains=f"localhost:{port}") as rig:
+        await ask(rig, [red])
+        for content in ([red, red], [part(RED_URI), red]):
+            error = (await ask(rig, content, 400))["error"]
+            assert "the images of a request may have" in error["message"]
+        assert rig.refs.texts._pixel_bytes == 0
+
+
 async def test_a_request_of_images_leaves_no_pixels_behind(seeing: Rig) -> None:
     """Neither in its stream nor in the pool; and too many of them are refused."""
     await ask(seeing, [part(RED_URI), part(BLUE_URI)])

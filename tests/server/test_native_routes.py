@@ -198,6 +198,9 @@ async def test_hidden_states_are_lists(
         fits = await generate(rig, input_ids=[[70, 71, 72], [70, 71]], **asked)
         both = {"input_ids": [[70, 71, 72], [70, 71, 73]], **asked}
         refusal = await rig.http.post("/generate", json=both)
+        turn = {"input_ids": [70], "session_params": {"id": "s"}, **asked}
+        of_turn = (await rig.http.post("/generate", json=turn)).json()["error"]
+        most = rig.front.facts.max_request_tokens
     vectors = [[float(position)] * HIDDEN_SIZE for position in range(5)]
     for answer in (whole, last, fits[0]):
         assert answer["meta_info"]["hidden_states"] == [vectors[:3], *vectors[3:]]
@@ -205,6 +208,8 @@ async def test_hidden_states_are_lists(
     error = refusal.json()["error"]
     assert (refusal.status_code, error["param"]) == (400, "return_hidden_states")
     assert f"12 tokens of prompts and outputs may have {12 * HIDDEN_SIZE}" in error["message"]
+    assert of_turn["param"] == "return_hidden_states"
+    assert f"{most} tokens of prompts and outputs may" in of_turn["message"]  # with its history
 
 
 async def test_servers_without_hidden_states_say_so(rig: Rig) -> None:

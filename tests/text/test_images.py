@@ -194,3 +194,4 @@ def test_placeholders_are_expanded_as_the_processor_does() -> None:
     written = settings.expanded("a\n<begin>b<image>", texts.__getitem__)
     assert written == "a\n\n\n<begin><image><end>\n\nb<image>"
     assert SETTINGS.expanded("<image>", texts.__getitem__) == "<image>"
+    assert settings.expanded("hello", lambda _: "") == "hello"  # a tokenizer without such tokens

@@ -238,7 +238,7 @@ class RequestChecks:
             elif longest <= most:
                 return
             else:
-                reason = f"the prompt may have {most} tokens, and has up to {longest}"
+                reason = f"it takes a prompt of at most {most} tokens, not of up to {longest}"
             raise InvalidRequestError(f"return_hidden_states: {reason}", "return_hidden_states")
 
     def _checked_sampling(

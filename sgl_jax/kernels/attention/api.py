@@ -14,9 +14,10 @@ from sgl_jax.kernels.attention.cache_dtype import cache_dtype_name
 from sgl_jax.kernels.tpu_chip import tile_slots
 
 # Limits of the Pallas kernels: whole pages are copied to vector memory, and the page ids of four
-# rows to scalar memory, which has 1 MiB.
+# rows to scalar memory, which has 1 MiB, as well as two numbers for each image of a step's rows.
 MAX_PAGE_SIZE = 256
 MAX_ROW_PAGES = 32_768
+MAX_SPANS = 32_768
 
 
 class RaggedPagedAttention(Protocol):
@@ -78,4 +79,16 @@ def check_pages(page_size: int, row_pages: int, kv_cache_dtype: DTypeLike) -> No
             f"--context-length takes {row_pages} pages of {page_size} tokens, and the Pallas "
             f"kernels read at most {MAX_ROW_PAGES} a request: choose a larger --page-size (up to "
             f"{MAX_PAGE_SIZE}), a shorter --context-length, or --attention-backend xla"
+        )
+
+
+def check_spans(num_rows: int, num_images: int) -> None:
+    """Raise ValueError unless the Pallas kernels can read `num_images` spans of each of a step's
+    `num_rows` rows. XLA can read any number."""
+    if num_rows * num_images > MAX_SPANS:
+        raise ValueError(
+            f"the Pallas kernels read the places of at most {MAX_SPANS} images in a step of this "
+            f"model, and --max-images-per-request {num_images} times {num_rows} requests "
+            f"(--max-running-requests) is {num_rows * num_images}: lower one of them, or choose "
+            "--attention-backend xla"
         )

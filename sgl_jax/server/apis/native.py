@@ -11,6 +11,7 @@ from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.request_limits import check_num_requests, for_each
 from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, MAX_TOP_LOGPROBS, SamplingParams
+from sgl_jax.engine.front.request_checks import EngineFacts
 from sgl_jax.engine.front.request_stream import Chunk, RequestStream
 from sgl_jax.server import unserved_fields
 from sgl_jax.server.admin.openapi import answers
@@ -217,7 +218,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
         default_max_new_tokens=_DEFAULT_MAX_NEW_TOKENS,
         usual_logprobs_mode="scaled",
     )
-    _check_hidden_states(requests, references_of(request).frontend.facts.hidden_size)
+    _check_hidden_states(requests, references_of(request).frontend.facts)
     answer_format = NativeFormat(references_of(request), body)
     group = StreamGroup(request, requests, streaming=body.stream, names=names)
     return await respond(group, answer_format)
@@ -236,18 +237,21 @@ async def abort_request(body: AbortBody, request: Request) -> Response:
     return json_response({"aborted": references_of(request).frontend.abort(body.rid, sender)})
 
 
-def _check_hidden_states(requests: Sequence[GenerateRequest], hidden_size: int) -> None:
+def _check_hidden_states(requests: Sequence[GenerateRequest], facts: EngineFacts) -> None:
     """Raise `InvalidRequestError` if the hidden states of all `requests` may be too long."""
     num_tokens = 0
     for each in requests:
-        if each.return_hidden_states:
+        if each.return_hidden_states and each.session is not None:
+            num_tokens += facts.max_request_tokens  # only the engine has its history's length
+        elif each.return_hidden_states:
             assert each.sampling.max_new_tokens is not None
             num_tokens += len(each.input_ids) + each.sampling.max_new_tokens
-    if num_tokens * hidden_size > _MOST_HIDDEN_NUMBERS:
+    if (num_numbers := num_tokens * facts.hidden_size) > _MOST_HIDDEN_NUMBERS:
         raise InvalidRequestError(
             f"return_hidden_states: an answer has at most {_MOST_HIDDEN_NUMBERS} numbers, and "
-            f"{num_tokens} tokens of prompts and outputs may have {num_tokens * hidden_size}: "
-            "send fewer or shorter prompts, or lower max_new_tokens",
+            f"{num_tokens} tokens of prompts and outputs may have {num_numbers}: send fewer or "
+            "shorter prompts, or lower max_new_tokens; a turn of a session counts as a request of "
+            "the greatest length",
             "return_hidden_states",
         )
 
