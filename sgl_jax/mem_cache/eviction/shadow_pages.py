@@ -31,7 +31,7 @@ HALVED_AFTER = 8  # turnovers after which hits, and the adaptive shadow's counts
 _FIRST_LEAD, _GROWTH, _MOST_LEAD = 0.17, 1.5, 0.58
 # The cache returns to LRU when it has `_MOST_LOST` of its size fewer hits than LRU's shadow, and
 # later when it has lost another `_MORE_LOST`. Gains count up to `_MOST_GAINED`.
-_MOST_LOST, _MORE_LOST, _MOST_GAINED = 0.07, 0.065, 0.1
+_MOST_LOST, _MORE_LOST, _MOST_GAINED = 0.07, 0.065, 1.0
 NONE = -1
 
 _PAGE_FIELDS = [

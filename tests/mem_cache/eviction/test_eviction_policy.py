@@ -160,13 +160,10 @@ def test_adaptive_never_serves_much_less_than_lru(load: object, num_pages: int) 
 
 
 # Loads on which other leads of a new leading policy, early or late, lost .022 to .045.
-@pytest.mark.parametrize("seed", [265, 356, 538, 1378, 1676, 3405])
+# On 102 and 1016, LFU loses to LRU for some turnovers, but not on the whole.
+@pytest.mark.parametrize("seed", [102, 265, 356, 538, 1016, 1378, 1676, 3405])
 def test_adaptive_follows_a_better_order_neither_too_soon_nor_too_late(seed: int) -> None:
     assert loss(drawn_load(seed)) <= 0.02
-
-
-def test_adaptive_loses_little_to_lfu_where_that_loses_to_lru_for_a_while() -> None:
-    assert loss(drawn_load(1016)) <= 0.03
 
 
 @pytest.mark.parametrize("seed", [14, 31, 44, 57])
