@@ -117,7 +117,8 @@ class CoordinatorLink:
             facts: facts of this host, which all other hosts must match.
 
         Raises:
-            GroupError: a host did not come in time, or its facts differ.
+            GroupError: a host did not come in time, or its facts differ. All others were told, and
+                the link is closed.
         """
         deadline = time.monotonic() + timeout_s
         told: dict[int, dict[str, str]] = {}
@@ -142,6 +143,7 @@ class CoordinatorLink:
         if refusals:
             reason = "the hosts cannot serve as one engine: " + "; ".join(refusals)
             self._send_all(JoinRefused(reason))
+            self._free()  # the process ends now, and would drop what is not sent yet
             raise GroupError(reason)
         now = time.monotonic()
         for worker in self._workers.values():
@@ -179,6 +181,8 @@ class CoordinatorLink:
         self._free()
 
     def _free(self) -> None:
+        if self._socket.closed:
+            return
         self._socket.close(linger=int(LAST_MESSAGES_S * 1000))
         self._authenticator.stop()
         self._context.term()

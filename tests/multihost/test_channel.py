@@ -191,6 +191,7 @@ def test_a_host_with_other_facts_is_refused_with_the_difference(
     thread.start()
     with pytest.raises(GroupError, match=words):
         links.coordinator.meet(FACTS, 10.0)
+    assert links.coordinator._socket.closed  # after the other host was told
     thread.join()
     assert len(errors) == 1
 
