@@ -292,9 +292,8 @@ class Stacked(Source):
 
     def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
         for n, own in enumerate(self.prefixes[index[0]]):
-            self.part.fill(
-                out[n, ...], index[1:], tensors, prefix + own
-            )  # a view, also of a number
+            part = out[n, ...]  # a view, even if it is a single number
+            self.part.fill(part, index[1:], tensors, prefix + own)
 
     def fit(self, plain: jax.Array) -> jax.Array:
         fitted: jax.Array = jax.vmap(self.part.fit)(plain)

@@ -11,7 +11,8 @@ from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
 
 
 class IdleSessions:
-    """The idle sessions that keep leases in `memory`, on at most `max_pages` pages of their own.
+    """The idle sessions with leases in `memory`. At most `max_pages` pages may be held by them
+    alone.
 
     Attributes:
         num_evicted: leases ended because memory was short or the sessions had more than their

@@ -7,6 +7,7 @@ import pytest
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.engine.offline import Engine
+from tests.engine.retracting_engine import retracting_engine
 from tests.models.golden_server import GOLDEN, TOLERANCE
 
 FOLDER = GOLDEN / "qwen3"
@@ -23,17 +24,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def make_engine(**settings: Any) -> Engine:
-    defaults: dict[str, Any] = {
-        "warmup": "none",
-        "check_memory": "busy",
-        "page_size": 4,
-        "max_total_tokens": 480,
-        "max_running_requests": 4,
-        "chunked_prefill_size": 16,
-        "test_retract": True,
-        "test_retract_interval": 3,
-    }
-    return Engine(str(FOLDER), **defaults | settings)
+    return retracting_engine(FOLDER, **settings)
 
 
 def check_embeddings(engine: Engine) -> None:

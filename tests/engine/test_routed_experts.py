@@ -10,6 +10,7 @@ from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.engine.loop import core
 from sgl_jax.engine.offline import Engine
 from sgl_jax.engine.offline_results import Generation
+from tests.engine.retracting_engine import retracting_engine
 from tests.models.golden_server import GOLDEN
 from tests.models.qwen3_moe_reference import Qwen3MoeReference
 
@@ -32,18 +33,7 @@ PROMPTS = [np.random.default_rng(5).integers(3, 240, n).tolist() for n in (45, 3
 
 
 def make_engine(family: Path = FAMILY, **settings: Any) -> Engine:
-    defaults: dict[str, Any] = {
-        "warmup": "none",
-        "check_memory": "busy",
-        "page_size": 4,
-        "max_total_tokens": 480,
-        "max_running_requests": 4,
-        "chunked_prefill_size": 16,
-        "test_retract": True,
-        "test_retract_interval": 3,
-        "enable_return_routed_experts": True,
-    }
-    return Engine(str(family), **defaults | settings)
+    return retracting_engine(family, **{"enable_return_routed_experts": True} | settings)
 
 
 def check_routing(

@@ -12,6 +12,7 @@ from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.engine.front import request_checks
 from sgl_jax.engine.loop import core
 from sgl_jax.engine.offline import Engine
+from tests.engine.retracting_engine import retracting_engine
 from tests.models.golden_server import GOLDEN, TOLERANCE
 
 DENSE, EXPERTS = GOLDEN / "qwen3", GOLDEN / "qwen3_moe"
@@ -37,18 +38,7 @@ GREEDY = {"max_new_tokens": 16, "temperature": 0.0, "ignore_eos": True}
 
 
 def make_engine(family: Path = DENSE, **settings: Any) -> Engine:
-    defaults: dict[str, Any] = {
-        "warmup": "none",
-        "check_memory": "busy",
-        "page_size": 4,
-        "max_total_tokens": 480,
-        "max_running_requests": 4,
-        "chunked_prefill_size": 16,
-        "test_retract": True,
-        "test_retract_interval": 3,
-        "enable_return_hidden_states": True,
-    }
-    return Engine(str(family), **defaults | settings)
+    return retracting_engine(family, **{"enable_return_hidden_states": True} | settings)
 
 
 def logits_of(family: Path) -> Callable[[np.ndarray], np.ndarray]:

@@ -191,10 +191,9 @@ class Admission:
         return False
 
     def _has_images(self, room: RankCapacity, request: Request) -> bool:
-        """Return whether the images of `request` are, or fit, in the rank's table. If not, no later
-        request of the step with images starts there, or a request with many would starve."""
-        if not request.images:
-            return True
+        """Return whether the images of `request`, which has some, are, or fit, in the rank's table.
+        If not, no later request of the step with images starts there, or a request with many would
+        starve."""
         cursor = self._waiting.cursor(request, room.dp_rank)
         if room.dp_rank in self._full_tables or not room.rank.has_images(request, cursor):
             self._full_tables.add(room.dp_rank)
@@ -253,7 +252,7 @@ class Admission:
         best = None
         for room in _allowed(rooms, request):
             found = room.preemption(request, threshold)
-            if found is not None and self._has_images(room, request):
+            if found is not None and (not request.images or self._has_images(room, request)):
                 cost = found.num_lost - options.num_present(room.dp_rank)
                 if best is None or cost < best[0]:
                     best = cost, room, found
