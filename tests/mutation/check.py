@@ -1,9 +1,9 @@
 """Breaks the memory stack on purpose, one way at a time, and shows that the tests notice.
 
 Each mutation is made in a copy of the repository, whose tests of memory, scheduler, sessions,
-memory view and deterministic inference are then run until one fails: first those that found earlier
-mutations of the file, then those of its folder. One that no test notices is a hole in the tests, and
-the exit code is 1.
+memory view and deterministic inference are then run until one fails: first those that found
+earlier mutations of the file, then those of its folder. One that no test notices is a hole in the
+tests, and the exit code is 1.
 
     scripts/mutation_check                    # all of them
     scripts/mutation_check --only "forget"    # those whose name contains this
@@ -55,8 +55,8 @@ class Verdict(NamedTuple):
 
 @contextmanager
 def applied(mutation: Mutation, root: Path) -> Iterator[None]:
-    """Make the change in the tree at `root` for a `with` block. Raises ValueError if its text is not
-    there once."""
+    """Make the change in the tree at `root` for a `with` block. Raises ValueError if its text is
+    not there once."""
     path = root / mutation.path
     text = path.read_text()
     if text.count(mutation.before) != 1:
@@ -75,7 +75,7 @@ def applied(mutation: Mutation, root: Path) -> Iterator[None]:
 
 
 def tests_of_folder(path: str) -> list[str]:
-    """Return the tests that mirror a file of the package, then those of its folder, if they exist."""
+    """Return the tests that mirror a file of the package, then those of its folder, if any."""
     mirrored = Path("tests", *Path(path).parts[1:])
     candidates = (mirrored.with_name(f"test_{mirrored.name}"), mirrored.parent)
     return [str(candidate) for candidate in candidates if (ROOT / candidate).exists()]
