@@ -269,7 +269,7 @@ def score_factor(raw: Mapping[str, Any]) -> float:
 
 
 def _mscale(own: Mapping[str, Any], name: str) -> float | None:
-    """Return a weight of YaRN's growth; None if it is absent or 0, which transformers treats alike."""
+    """Return a weight of YaRN's growth; None if it is absent, or 0, which means the same."""
     return None if own.get(name) == 0 else optional_float(own, name)
 
 
