@@ -30,7 +30,8 @@ class RecordedScheduler(Scheduler):
 
     def handle(self, event: events.Event) -> Any:
         # No decision depends on pixels, and they are long.
-        self._write(event.without_pixels() if isinstance(event, GenerateRequest) else event)
+        has_pixels = isinstance(event, GenerateRequest | events.RestoreCache)
+        self._write(event.without_pixels() if has_pixels else event)
         try:
             value = super().handle(event)
         except Exception as error:
