@@ -13,7 +13,6 @@ from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.engine.offline import Engine
 from sgl_jax.engine.offline_results import Generation
 from tests.engine.test_image_golden import Chats, counters, make_engine
-from tests.support.long import long
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
 SETTINGS: tuple[dict[str, Any], ...] = (
@@ -36,13 +35,11 @@ def say(
     ("family", "settings"),
     [
         ("gemma3", {"test_retract": True, "test_retract_interval": 3}),
-        *long(
-            *[
-                (family, settings)
-                for family in ("gemma3", "gemma4_moe", "gemma4", "qwen3_vl")
-                for settings in SETTINGS
-            ]
-        ),
+        *[
+            pytest.param(family, settings, marks=pytest.mark.long)
+            for family in ("gemma3", "gemma4_moe", "gemma4", "qwen3_vl")
+            for settings in SETTINGS
+        ],
     ],
     ids=str,
 )

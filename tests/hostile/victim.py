@@ -151,7 +151,12 @@ def attacked_server(folder: Path, *, takes_images: bool = False) -> Iterator[Liv
     model, flags = DEMO, WARM
     if takes_images:
         model, flags = save_vision_model(folder / "model"), (*WARM, *IMAGE_FLAGS)
-    with live_server(folder, *flags, *FLAGS, *files, model=model, key=ADMIN) as server:
+    with live_server(
+        *(folder, *flags, *FLAGS, *files),
+        model=model,
+        key=ADMIN,
+        is_quickly_compiled=takes_images,
+    ) as server:
         yield server
 
 

@@ -60,7 +60,7 @@ def test_vectors_of_images_are_those_of_transformers(family: str, tp: int) -> No
     assert images is not None
     table = np.asarray(images.vectors)
     for slot, vector in used.items():
-        np.testing.assert_allclose(table[slot], vector, atol=TOLERANCE / 10, rtol=TOLERANCE / 10)
+        np.testing.assert_allclose(table[slot], vector, atol=TOLERANCE, rtol=0)
     others = np.setdiff1d(np.arange(num_slots), list(used))
     assert not table[others].any()
     executor.close()
