@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.engine.offline import Engine
-from sgl_jax.engine.offline_results import Generation
+from sgl_jax.engine.offline_results import Generation, GenerationError
 from tests.engine.test_image_golden import Chats, counters, make_engine
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
@@ -73,7 +72,7 @@ def check_offsets(engine: Engine, chats: Chats) -> None:
     first = say(engine, prompt, images, {"id": session})
     chats.check("single", first)
     turn = {"id": session, "rid": first.rid}
-    with pytest.raises(InvalidRequestError, match="of an image of the session's history"):
+    with pytest.raises(GenerationError, match="of an image of the session's history"):
         say(engine, [5, 6], [], turn | {"offset": end - 1})
     for offset, kept in ((end, prompt[: start + 1]), (start, prompt[:start])):
         given = images if offset == end else []
