@@ -186,7 +186,7 @@ async def logprob_flood(target: Target) -> None:
 
 async def stored_responses(target: Target) -> None:
     async def one(number: int) -> None:
-        body = {"model": "m", "input": f"{number}", "max_output_tokens": 1, "store": True}
+        body = {"model": "default", "input": f"{number}", "max_output_tokens": 1, "store": True}
         await target.post("/v1/responses", body | {"metadata": {"a": "b" * 500}})
 
     await many(target, one, 16)
@@ -289,7 +289,7 @@ async def _see(target: Target, images: list[str]) -> None:
         image = {"type": "image_url", "image_url": {"url": images[number % len(images)]}}
         content = [{"type": "text", "text": f"{number}: what is this?"}, image]
         message = {"role": "user", "content": content}
-        await target.post(CHAT, {"model": "m", "messages": [message], "max_tokens": 4})
+        await target.post(CHAT, {"model": "default", "messages": [message], "max_tokens": 4})
 
     await many(target, one, 16)
 
