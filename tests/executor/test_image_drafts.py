@@ -20,7 +20,7 @@ from tests.support.long import long
 
 pytestmark = pytest.mark.usefixtures("few_shapes")
 
-VOCAB: int = CONFIG["vocab_size"]  # type: ignore[assignment]
+VOCAB: int = CONFIG["vocab_size"]
 SECTIONS = [2, 1, 1]
 AXES = (0, 1, 2, 0)  # of the pairs that are rotated
 TOKENS = {"image_token_id": 90, "vision_start_token_id": 91, "vision_end_token_id": 92}
