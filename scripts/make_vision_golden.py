@@ -41,6 +41,7 @@ from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5Moe
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeForConditionalGeneration
 
 GREEDY_TOKENS = 12
+_OF_TOWERS = ("visual.", "vision_tower.", "embed_vision.", "multi_modal_projector.")
 IMAGE, START, END, VIDEO = 240, 241, 242, 243
 TOKENS = {
     "image_token_id": IMAGE,
@@ -329,6 +330,14 @@ FAMILIES = {
 }
 
 
+def randomise_tower(model: PreTrainedModel) -> None:
+    """Give the tower's matrices and tables larger values than initial ones, which are constants in
+    Gemma's, and so small in all that an image's tokens would hardly differ."""
+    for name, weight in model.named_parameters():
+        if weight.ndim > 1 and any(part in name for part in _OF_TOWERS):
+            weight.data = 0.15 * torch.randn_like(weight)
+
+
 @torch.no_grad()
 def continued(
     model: PreTrainedModel, family: Family, prompt: list[int], images: list[np.ndarray]
@@ -348,6 +357,7 @@ def make(folder: Path, kind: type[PreTrainedModel], config: PretrainedConfig, se
     torch.manual_seed(seed)
     model = kind(config).eval().float()
     randomise(model)
+    randomise_tower(model)
     for name, buffer in model.named_buffers():
         if name.endswith(("put_min", "put_max", "std_bias", "std_scale")):
             sign = -1 if name.endswith("min") else 1

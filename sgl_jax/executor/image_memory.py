@@ -12,8 +12,8 @@ from sgl_jax.core.image_input import ImageSettings
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.core.step_plan import IMAGE_FIELDS
 from sgl_jax.executor.image_patches import all_padded_tokens
-from sgl_jax.executor.step import RowImages
 from sgl_jax.layers.mesh_axes import DATA_AXIS, MESH_AXES
+from sgl_jax.models.image_tokens import RowImages
 from sgl_jax.models.vision_config import VisionConfig
 from sgl_jax.models.vision_tower import SCORE_BYTES
 

@@ -17,6 +17,7 @@ from sgl_jax.kernels.attention.batch import AttentionBatch
 from sgl_jax.layers.sampling.draw import draw_tokens
 from sgl_jax.layers.sampling.row_params import SampledRows
 from sgl_jax.models.decoder import CausalLM
+from sgl_jax.models.image_tokens import ImageTokens, RowImages
 
 _Tables = tuple[jax.Array, tuple[jax.Array, ...]]  # the token table and the pools
 
@@ -37,6 +38,7 @@ def draft_tokens(
     batches: Sequence[AttentionBatch],
     hidden: jax.Array,
     drafted: DraftRows,
+    images: RowImages | None,
     num_drafts: int,
 ) -> tuple[_Tables, jax.Array]:
     """Write `num_drafts` drafts after each row's last token; also return, as bool[B], whether the
@@ -55,13 +57,25 @@ def draft_tokens(
         batches: the step's batch for each cache group.
         hidden: [T, hidden_size] `draft_hidden` of the model for the step's queries.
         drafted: the step's rows.
+        images: the images of all rows; None if none are served.
         num_drafts: static, at least 1.
     """
     batch, (table, kv_pools) = batches[0], tables
     rows, most = drafted.rows, table.shape[1]
     after = table.at[drafted.token_rows, batch.positions + 1].get(mode="clip")
     # Only the KV is used: the compiler removes attention and feed-forward.
-    _, kv_pools = model.draft(after, hidden, batches, kv_pools)
+
+    def read_images(
+        batch: AttentionBatch, token_rows: jax.Array, tokens: jax.Array
+    ) -> ImageTokens | None:
+        vision = model.config.vision
+        if images is None or vision is None:
+            return None
+        slots = tokens - model.config.vocab_size
+        return ImageTokens.of_step(vision, images, batch, token_rows, rows, slots)
+
+    own = read_images(batch, drafted.token_rows, after)
+    _, kv_pools = model.draft(after, hidden, batches, kv_pools, own)
     places = batch.q_offsets[:-1] + drafted.lasts - batch.kv_starts
     hidden = hidden.at[places].get(mode="clip")
     tokens = after.at[places].get(mode="clip")
@@ -75,7 +89,9 @@ def draft_tokens(
             *(batch.num_rows, len(rows)),
         )
         by_group = [replace(one_each, page_table=own.page_table) for own in batches]
-        hidden, kv_pools = model.draft(tokens, hidden, by_group, tuple(pools))
+        # The token after a chunk may be an image's.
+        own = read_images(one_each, rows, tokens)
+        hidden, kv_pools = model.draft(tokens, hidden, by_group, tuple(pools), own)
         positions = drafted.lasts + 2 + number
         where = SampledRows(rows, positions, drafted.samples)
         tokens, is_own_finite, _ = draw_tokens(

@@ -30,17 +30,10 @@ from sgl_jax.layers.sampling.logprobs import LogprobArrays, no_logprobs
 from sgl_jax.layers.sampling.row_params import SampledRows, unpack_row_params
 from sgl_jax.layers.sampling.split_logits import SplitLogits
 from sgl_jax.models.decoder import CausalLM
-from sgl_jax.models.image_tokens import ImageTokens, image_positions, image_spans
+from sgl_jax.models.image_tokens import ImageTokens, RowImages
 
 # Positions scored at once, to bound the memory of logits.
 _SCORED_BLOCK = 32
-
-
-class RowImages(NamedTuple):
-    """The images of a rank's rows; see `models/image_tokens.py`."""
-
-    lists: jax.Array  # int32[num_rows, max_images, IMAGE_FIELDS]
-    vectors: jax.Array  # [rows of this chip, width]
 
 
 class StepState(NamedTuple):
@@ -173,7 +166,7 @@ def draw_step(
         (token_table, kv_pools), is_finite = draft_tokens(
             *(model, (token_table, kv_pools), row_params, _by_group(batch, given)),
             *(computed.draft_hidden, DraftRows(controls.rows, lasts, controls.samples, token_rows)),
-            max_drafts,
+            *(state.images, max_drafts),
         )
         is_wrong |= controls.samples & ~is_finite
     scored = LastQueries.build(batch, controls.num_scored, sizes.max_prompt_logprob_tokens)
@@ -252,12 +245,8 @@ def _image_tokens(
     vision = model.config.vision
     if images is None or vision is None:
         return None
-    slots = jnp.where(batch.valid, tokens - given.sizes.vocab_size, -1)
-    positions = batch.positions
-    if vision.has_axes:
-        positions = image_positions(positions, images.lists[token_rows])
-    spans = image_spans(images.lists[given.controls.rows]) if vision.whole_images else None
-    return ImageTokens(positions, slots, images.vectors, spans)
+    slots = tokens - given.sizes.vocab_size
+    return ImageTokens.of_step(vision, images, batch, token_rows, given.controls.rows, slots)
 
 
 def _sampled(batch: AttentionBatch, queries: Queries, given: RankStep) -> LastQueries:

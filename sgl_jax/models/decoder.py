@@ -227,11 +227,13 @@ class CausalLM(nnx.Module):
         hidden: jax.Array,
         batches: Sequence[AttentionBatch],
         kv_pools: tuple[jax.Array, ...],
+        images: ImageTokens | None = None,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """Run the draft layer over the batches' T positions.
 
         `token_ids` int32 [T] are the tokens after these positions. `hidden` [T, hidden_size] is
-        `draft_hidden` at the positions, or this method's result.
+        `draft_hidden` at the positions, or this method's result. `images` is what the positions and
+        the tokens read of images, if any are served.
 
         Returns:
             [T, hidden_size], the input of `draft_logits` for the tokens two positions ahead; the
@@ -242,8 +244,12 @@ class CausalLM(nnx.Module):
         assert spec is not None
         index, place = self.cache_places[-1]
         pool, batch, pools = self.cache_groups[index].pool, batches[index], list(kv_pools)
-        reads = rotation_of(self.config, spec, batch.positions), batch
-        vectors = self._scaled(self.embedding(token_ids))
+        positions = batch.positions if images is None else images.positions
+        reads = rotation_of(self.config, spec, positions), batch
+        vectors = self._scaled(self.embedding.own_part(token_ids))
+        if images is not None:
+            vectors += images.vectors(self.config.hidden_size)
+        vectors = sum_over_tensor(vectors)
         rest = (batch.valid, reads, pools[pool], jnp.int32(place))
         hidden, pools[pool] = self.draft_layer(vectors, hidden, *rest)
         return hidden, tuple(pools)

@@ -5,14 +5,25 @@ token table, a token of an image is the vocabulary's size plus its row.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from sgl_jax.core.step_plan import IMAGE_FIELDS
+from sgl_jax.kernels.attention.batch import AttentionBatch
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS, any_over_data
+from sgl_jax.models.vision_config import VisionConfig
+
+_T = TypeVar("_T")
+
+
+class RowImages(NamedTuple):
+    """The images of a rank's rows."""
+
+    lists: jax.Array  # int32[num_rows, max_images, IMAGE_FIELDS]
+    vectors: jax.Array  # [rows of this chip, width]
 
 
 class ImageTokens(NamedTuple):
@@ -23,6 +34,34 @@ class ImageTokens(NamedTuple):
     table: jax.Array  # [rows of this chip, width]
     # `AttentionBatch.spans`, the images, for layers that see them whole; None: there are none
     spans: jax.Array | None = None
+
+    @classmethod
+    def of_step(
+        cls,
+        vision: VisionConfig,
+        images: RowImages,
+        batch: AttentionBatch,
+        token_rows: jax.Array,
+        rows: jax.Array,
+        slots: jax.Array,
+    ) -> Self:
+        """Return what the queries of a step read.
+
+        Args:
+            batch: the step's queries, T with padding.
+            token_rows: int32 [T], the row of each.
+            rows: int32 [B], the step's rows.
+            slots: int32 [T], the tokens that are embedded, minus the size of the vocabulary.
+        """
+        positions = batch.positions
+        if vision.has_axes:
+            positions = image_positions(positions, images.lists[token_rows])
+        return cls(
+            positions,
+            jnp.where(batch.valid, slots, -1),
+            images.vectors,
+            image_spans(images.lists[rows]) if vision.whole_images else None,
+        )
 
     @property
     def is_image(self) -> jax.Array:
@@ -38,25 +77,39 @@ class ImageTokens(NamedTuple):
     ) -> tuple[jax.Array, jax.Array | None]:
         """Return this chip's part of the images' vectors, [T, hidden_size], and what they add after
         the first layers, summed by `join` over the chips, [layers, T, hidden_size]."""
-        num_rows, width = self.table.shape
-        first = lax.axis_index(TENSOR_AXIS) * num_rows
-        own = self.slots - first
+        width = self.table.shape[1]
 
         def read() -> tuple[jax.Array, jax.Array]:
-            found = self.table.at[own].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+            found = self._found(width)
             vectors, further = found[:, :hidden_size], found[:, hidden_size:]
             return vectors, join(further) if width > hidden_size else further
 
-        def nothing() -> tuple[jax.Array, jax.Array]:
-            own, added = jax.eval_shape(read)
-            return jnp.zeros(own.shape, own.dtype), jnp.zeros(added.shape, added.dtype)
-
-        # Most steps have no token of an image. Ranks agree, since chips of a rank exchange values.
-        vectors, added = lax.cond(any_over_data(jnp.any(self.is_image)), read, nothing)
+        vectors, added = self._if_any(read)
         if width == hidden_size:
             return vectors, None
         by_layer = added.reshape(len(added), -1, hidden_size).transpose(1, 0, 2)
         return vectors, by_layer
+
+    def vectors(self, hidden_size: int) -> jax.Array:
+        """Return this chip's part of the images' vectors, [T, hidden_size]."""
+        return self._if_any(lambda: self._found(hidden_size))
+
+    def _found(self, width: int) -> jax.Array:
+        """Return the first `width` numbers of the tokens' rows; zeros if they are not here."""
+        own = self.slots - lax.axis_index(TENSOR_AXIS) * len(self.table)
+        rows = self.table.at[own].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+        return rows[:, :width]
+
+    def _if_any(self, read: Callable[[], _T]) -> _T:
+        """Return the result of `read`; zeros in the many steps without any image's token."""
+
+        def nothing() -> _T:
+            zeros: _T = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(read))
+            return zeros
+
+        # Ranks agree, since chips of a rank exchange values.
+        found: _T = lax.cond(any_over_data(jnp.any(self.is_image)), read, nothing)
+        return found
 
 
 def image_positions(positions: jax.Array, images: jax.Array) -> jax.Array:

@@ -239,7 +239,7 @@ def _yarn(own: Mapping[str, Any], theta: float, original_max_positions: int) -> 
 
     attention_factor = optional_float(own, "attention_factor")
     if attention_factor is None:
-        above, below = (optional_float(own, name) for name in ("mscale", "mscale_all_dim"))
+        above, below = (_mscale(own, name) for name in ("mscale", "mscale_all_dim"))
         if above is None or below is None:
             above, below = 1.0, 0.0
         attention_factor = _yarn_growth(factor, above) / _yarn_growth(factor, below)
@@ -264,8 +264,13 @@ def score_factor(raw: Mapping[str, Any]) -> float:
     own = _given(raw)
     if own.get("rope_type", own.get("type", "default")) == "default":
         return 1.0
-    weight = optional_float(own, "mscale_all_dim")
+    weight = _mscale(own, "mscale_all_dim")
     return 1.0 if weight is None else _yarn_growth(positive_float(own, "factor"), weight) ** 2
+
+
+def _mscale(own: Mapping[str, Any], name: str) -> float | None:
+    """Return a weight of YaRN's growth; None if it is absent, or 0, which means the same."""
+    return None if own.get(name) == 0 else optional_float(own, name)
 
 
 def _yarn_growth(factor: float, weight: float) -> float:

@@ -38,6 +38,7 @@ from sgl_jax.core.step_plan import (
 )
 from sgl_jax.core.transfers import StoreTransfer, TransferEnd, Transfers
 from sgl_jax.mem_cache.offload.saved_prefixes import SavedPrefix
+from sgl_jax.sessions.images import KnownImage
 from sgl_jax.sessions.saving import SavedSession
 from sgl_jax.sessions.streaming import EndedTurn
 from sgl_jax.sessions.tree import SavedNode
@@ -139,6 +140,15 @@ class RestoreCache(msgspec.Struct, frozen=True, tag=True):
 
     sessions: list[SavedSession]
     prefixes: list[SavedPrefix]
+    images: list[KnownImage] = []  # of the sessions' histories
+
+    def without_pixels(self) -> "RestoreCache":
+        """Return the event as it is recorded."""
+        images = [
+            each._replace(image=msgspec.structs.replace(each.image, pixels=b""))
+            for each in self.images
+        ]
+        return msgspec.structs.replace(self, images=images)
 
 
 class TakeTransfers(msgspec.Struct, frozen=True, tag=True):

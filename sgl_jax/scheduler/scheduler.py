@@ -42,6 +42,7 @@ from sgl_jax.scheduler.wait_reasons import WaitReasons
 from sgl_jax.scheduler.waiting.wait_reason import WaitKind, WaitReason
 from sgl_jax.scheduler.waiting.waiting_queue import MAX_SKIP_COUNT
 from sgl_jax.scheduler.working_set import TICK_S
+from sgl_jax.sessions.images import KnownImage
 from sgl_jax.sessions.saving import SavedSession
 from sgl_jax.sessions.store import SessionStore
 
@@ -108,7 +109,7 @@ class Scheduler:
                 return self.offload.take_transfers()
             case events.RestoreCache():
                 self.offload.restore(event.prefixes)
-                return self._sessions.restore(event.sessions)
+                return self._sessions.restore(event.sessions, event.images)
             case events.TransferEnded() | events.StoreOverdue() | events.StoreSuspended():
                 self.offload.handle(event)
             case events.PrefillRate() | events.FetchRate() | events.StoreRate():
@@ -209,6 +210,10 @@ class Scheduler:
     def saved_sessions(self) -> list[SavedSession]:
         """Return the open sessions, for `RestoreCache` of another scheduler."""
         return self._sessions.save()
+
+    def saved_images(self) -> list[KnownImage]:
+        """Return images of the open sessions' histories, for `RestoreCache`."""
+        return self._sessions.store.saved_images()
 
     def _pause(self, mode: PauseMode) -> None:
         self.is_paused = True

@@ -71,14 +71,20 @@ class WaitReasons:
         held_rooms, holders = self._held(rooms, step)
         short: dict[int, int] = {}
         behind: str | None = None
+        full_table: int | None = None
         for rank in with_row:
             dp_rank = rank.dp_rank
             num_pages = rank.num_pages_needed(request, self._waiting.cursor(request, dp_rank))
             if self._waiting.pages_short(request, held_rooms, dp_rank, num_pages) <= 0:
-                return WaitReason("step")
+                if not self._admission.lacks_images(request, rank):
+                    return WaitReason("step")
+                full_table = dp_rank if full_table is None else full_table
+                continue
             short[dp_rank] = self._waiting.pages_short(request, rooms, dp_rank, num_pages)
             if short[dp_rank] <= 0:
                 behind = holders[dp_rank]
+        if full_table is not None:
+            return WaitReason("images", dp_rank=full_table)
         if behind is None:
             return WaitReason("pages", pages_short=short)
         return WaitReason("order", behind=behind)
@@ -104,7 +110,14 @@ class WaitReasons:
         has_row = np.array([rank.has_row for rank in ranks])
         fetching = [row for rank in ranks for row in rank.host.fetching_rows()]
         held_rooms, _ = self._held(rooms, step)
-        counts = self._waiting.count_kinds(rooms, held_rooms, has_row, step, fetching)
+        counts = self._waiting.count_kinds(
+            rooms,
+            held_rooms,
+            has_row,
+            step,
+            fetching,
+            lambda request, dp_rank: self._admission.lacks_images(request, ranks[dp_rank]),
+        )
         num_without_grammar = self._gate.num_without_grammar
         num_without_program = len(self._gate.held) - num_without_grammar
         return counts | {"grammar": num_without_grammar, "program": num_without_program}

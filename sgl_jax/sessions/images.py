@@ -5,6 +5,7 @@ cache may be evicted, and are then computed again.
 """
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,15 +14,22 @@ from sgl_jax.core.image_input import ImageInput
 from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.step_plan import Int32Array
 
-# The tokens of an image, and the image, by its first token.
-KnownImages = dict[int, tuple[Int32Array, ImageInput]]
+
+class KnownImage(NamedTuple):
+    """The tokens of an image, and the image."""
+
+    tokens: Int32Array
+    image: ImageInput
+
+
+KnownImages = dict[int, KnownImage]  # by the first token
 
 
 def known_images(message: GenerateRequest) -> KnownImages:
     """Return the images of a turn's own prompt."""
     ids = np.array(message.input_ids if message.images else (), np.int32)
     return {
-        int(ids[image.start]): (ids[image.start : image.start + image.num_tokens], image)
+        int(ids[image.start]): KnownImage(ids[image.start : image.start + image.num_tokens], image)
         for image in message.images
     }
 
@@ -38,7 +46,8 @@ def kept_images(known: KnownImages, kept: Iterable[Int32Array]) -> KnownImages:
 def find_images(prompt: Int32Array, known: KnownImages, vocab_size: int) -> tuple[ImageInput, ...]:
     """Return the images of a whole prompt, with their places in it.
 
-    Raises `InvalidRequestError` if one is not known: a saved session has no pixels.
+    Raises `InvalidRequestError` if one is cut, or not known: of saved sessions, not all images are
+    saved.
     """
     return tuple(_found(prompt, known, vocab_size))
 
@@ -49,13 +58,21 @@ def _found(prompt: Int32Array, known: KnownImages, vocab_size: int) -> Iterable[
         if start < end:
             continue
         found = known.get(int(prompt[start]))
-        if found is None or not np.array_equal(prompt[start : start + len(found[0])], found[0]):
+        if found is None:
             raise InvalidRequestError(
                 "the session's history has an image that is no longer there: open a new session "
                 "with the whole conversation",
                 "session_params",
             )
-        image = found[1]
+        own = prompt[start : start + len(found.tokens)]
+        if not np.array_equal(own, found.tokens):
+            kept = np.count_nonzero(own >= vocab_size)
+            raise InvalidRequestError(
+                f"offset keeps {kept} of the {len(found.tokens)} tokens of an image of the "
+                "session's history: keep all of them, or none",
+                "session_params",
+            )
+        image = found.image
         end = start + image.num_tokens
         yield ImageInput(
             start=start,

@@ -26,7 +26,7 @@ from sgl_jax.core.step_plan import Int32Array
 from sgl_jax.mem_cache.lease import KVLease
 from sgl_jax.mem_cache.rank_memory import RankMemory
 from sgl_jax.mem_cache.release import release_idle_lease, roll_back_lease
-from sgl_jax.sessions.images import find_images, known_images
+from sgl_jax.sessions.images import KnownImage, find_images, known_images
 from sgl_jax.sessions.saving import SavedSession, restore_session, save_session
 from sgl_jax.sessions.store import Session, SessionsFullError, SessionStore
 from sgl_jax.sessions.streaming import StreamingSession, turn_of
@@ -203,9 +203,11 @@ class SessionService(Generic[T]):
         """Return all open sessions except closing ones, oldest first."""
         return [save_session(each) for each, _, is_closing in self.store.all() if not is_closing]
 
-    def restore(self, saved: Sequence[SavedSession]) -> int:
-        """Open saved sessions; return the number without room or with an id in use."""
-        return sum(not self.store.restore(restore_session(each)) for each in saved)
+    def restore(self, saved: Sequence[SavedSession], images: Sequence[KnownImage]) -> int:
+        """Open saved sessions, which have the saved `images`; return the number without room or
+        with an id in use."""
+        known = {int(each.tokens[0]): each for each in images}
+        return sum(not self.store.restore(restore_session(each), known) for each in saved)
 
     def release_all(self) -> None:
         for memory in self._memories:

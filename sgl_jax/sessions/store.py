@@ -11,7 +11,7 @@ from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import ForkSession, GenerateRequest, OpenSession
 from sgl_jax.core.shares import Shares, holder_of, tenant_text
 from sgl_jax.core.step_plan import Int32Array
-from sgl_jax.sessions.images import KnownImages, kept_images, known_images
+from sgl_jax.sessions.images import KnownImage, KnownImages, kept_images, known_images
 from sgl_jax.sessions.streaming import StreamingSession, turn_of
 from sgl_jax.sessions.tree import RegularSession
 
@@ -34,6 +34,8 @@ class _Check(NamedTuple):
 
 # Of the images in all histories, uint8 [height, width, 3] each: 1,365 images of a megapixel.
 MAX_PIXEL_BYTES = 4 * 2**30
+# Of the images that are saved with the sessions.
+MAX_SAVED_PIXEL_BYTES = 2**30
 
 
 class SessionsFullError(RuntimeError):
@@ -102,13 +104,15 @@ class SessionStore:
         self._add(session)
         return replaced
 
-    def restore(self, session: Session) -> bool:
-        """Open a saved session. Without room, or with its id in use, change nothing and return
-        False."""
+    def restore(self, session: Session, images: KnownImages) -> bool:
+        """Open a saved session, with those of the saved `images` that it has. Without room, or with
+        its id in use, change nothing and return False."""
         is_known = session.session_id in self._sessions
         has_room = len(self._sessions) < self._opened.total
         if is_known or not has_room or self._kept.num_held + session.num_kept > self._kept.total:
             return False
+        if images:
+            self._images[session.session_id] = images
         self._add(session)
         return True
 
@@ -187,13 +191,23 @@ class SessionStore:
     def images_of(self, session: Session) -> KnownImages:
         return self._images.get(session.session_id, {})
 
+    def saved_images(self) -> list[KnownImage]:
+        """Return the images of all sessions, once each, up to `MAX_SAVED_PIXEL_BYTES`; those of the
+        newest sessions come first."""
+        known = KnownImages()
+        for session in self.newest():
+            known |= {k: own for k, own in self.images_of(session).items() if k not in known}
+        sizes = itertools.accumulate(len(each.image.pixels) for each in known.values())
+        pairs = zip(known.values(), sizes, strict=True)
+        return [each for each, size in pairs if size <= MAX_SAVED_PIXEL_BYTES]
+
     def check_pixels(self, message: GenerateRequest) -> None:
         """Raise `SessionsFullError` if all sessions would keep too many bytes of images."""
         num_new = message.pixel_bytes
         if num_new == 0:
             return
-        all_images = (image for known in self._images.values() for _, image in known.values())
-        num_kept = sum(len(image.pixels) for image in all_images)
+        all_images = (each for known in self._images.values() for each in known.values())
+        num_kept = sum(len(each.image.pixels) for each in all_images)
         if num_kept + num_new > MAX_PIXEL_BYTES:
             raise SessionsFullError(
                 f"the histories of sessions have {num_kept} bytes of images, and at most "

@@ -20,10 +20,12 @@ def rows(dp_size=1, sampling=GREEDY, prompts=PROMPTS):
     ]
 
 
-def check_drafts(executor, reference, num_steps):
-    """Compare all rows' drafts after each step with the reference's; return how many rows."""
+def check_drafts(executor, reference, num_steps, started=None):
+    """Compare all rows' drafts after each step with the reference's; return how many rows. The rows
+    are those of `started`, or of `PROMPTS`."""
     num_drafts = executor.sizes.max_draft_tokens
-    driver, num_checked = Driver(executor, rows(executor.sizes.dp_size), num_drafts), 0
+    driver = Driver(executor, started or rows(executor.sizes.dp_size), num_drafts)
+    num_checked = 0
     for _ in range(num_steps):
         plan, order = driver.plan(chunk=4)
         driver._read([(plan, executor.launch(plan), order)])

@@ -8,7 +8,14 @@ import numpy as np
 
 from sgl_jax.core.page_tables import PageChanges
 from sgl_jax.core.sampling_params import SamplingParams
-from sgl_jax.core.step_plan import RankPlan, RankResult, RowAdmission, StepPlan
+from sgl_jax.core.step_plan import (
+    NO_IMAGES,
+    Int32Array,
+    RankPlan,
+    RankResult,
+    RowAdmission,
+    StepPlan,
+)
 from sgl_jax.executor.model_executor import ModelExecutor
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -30,6 +37,7 @@ class Row:
     admitted: bool = False
     unread_drafts: int = 0
     logprob_ids: tuple[int, ...] = ()
+    images: Int32Array = field(default_factory=lambda: NO_IMAGES)
 
 
 class Driver:
@@ -93,6 +101,7 @@ class Driver:
                     row.seed,
                     (95,),
                     logprob_ids=row.logprob_ids,
+                    images=row.images,
                 )
                 for row in rows
                 if not row.admitted

@@ -24,6 +24,9 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
+from tests.hostile.image_files import hostile_files
+from tests.support.images import data_uri, image_file
+
 ATTACKER, VICTIM, ADMIN = "attackers-key", "victims-key", "admins-key"
 GENERATE, CHAT = "/generate", "/v1/chat/completions"
 CONCURRENCY = 64
@@ -183,7 +186,7 @@ async def logprob_flood(target: Target) -> None:
 
 async def stored_responses(target: Target) -> None:
     async def one(number: int) -> None:
-        body = {"model": "m", "input": f"{number}", "max_output_tokens": 1, "store": True}
+        body = {"model": "default", "input": f"{number}", "max_output_tokens": 1, "store": True}
         await target.post("/v1/responses", body | {"metadata": {"a": "b" * 500}})
 
     await many(target, one, 16)
@@ -271,6 +274,26 @@ async def cross_site_requests(target: Target) -> None:
     await many(target, one, 16)
 
 
+async def hostile_images(target: Target) -> None:
+    """Bombs, truncated and damaged files, wrong types, huge dimensions."""
+    await _see(target, [data_uri(file) for file in hostile_files(500)])
+
+
+async def large_images(target: Target) -> None:
+    """Valid images of 16 megapixels, which are scaled to the largest for the model."""
+    await _see(target, [data_uri(image_file(f"#{n:02x}8000", 4000, 4000)) for n in range(64)])
+
+
+async def _see(target: Target, images: list[str]) -> None:
+    async def one(number: int) -> None:
+        image = {"type": "image_url", "image_url": {"url": images[number % len(images)]}}
+        content = [{"type": "text", "text": f"{number}: what is this?"}, image]
+        message = {"role": "user", "content": content}
+        await target.post(CHAT, {"model": "default", "messages": [message], "max_tokens": 4})
+
+    await many(target, one, 16)
+
+
 def _head(path: str, length: int) -> bytes:
     return (
         f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {ATTACKER}\r\n"
@@ -300,6 +323,10 @@ ATTACKS: dict[str, Attack] = {
         cross_site_requests,
     )
 }
+# On a server whose model takes images.
+IMAGE_ATTACKS: dict[str, Attack] = {
+    attack.__name__: attack for attack in (hostile_images, large_images)
+}
 # They compute on all rows: what they do is compared with ordinary requests on all rows.
 COMPUTING = {
     *("queue_flood", "tenant_flood", "choices_flood"),
@@ -312,7 +339,7 @@ async def _attack(name: str, url: str, seconds: float) -> None:
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=seconds + 30)
     async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=timeout) as own:
-        run = full_batch if name == full_batch.__name__ else ATTACKS[name]
+        run = (ATTACKS | IMAGE_ATTACKS | {full_batch.__name__: full_batch})[name]
         await run(Target(url, own, time.monotonic() + seconds))
 
 
@@ -320,12 +347,15 @@ def main(arguments: list[str]) -> int:
     """Run the attacks on a new server, or with `--url` one attack on a running one."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
-        "names", nargs="*", choices=[*ATTACKS, "full_batch", []], help="default: all"
+        "names",
+        nargs="*",
+        choices=[*ATTACKS, *IMAGE_ATTACKS, "full_batch", []],
+        help="default: all",
     )
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--url", help="attack this server once, and do not measure")
     words = parser.parse_args(arguments)
-    names = words.names or list(ATTACKS)
+    names = words.names or [*ATTACKS, *IMAGE_ATTACKS]
     if words.url:
         os.nice(19)
         for name in names:
@@ -333,10 +363,14 @@ def main(arguments: list[str]) -> int:
         return 0
     from tests.hostile.victim import HEADER, attacked_server, measure
 
-    with tempfile.TemporaryDirectory() as folder, attacked_server(Path(folder)) as server:
-        print(HEADER)
-        for name in names:
-            print(measure(server, name, words.seconds), flush=True)
+    print(HEADER)
+    for takes_images in (False, True):
+        chosen = [name for name in names if (name in IMAGE_ATTACKS) == takes_images]
+        with tempfile.TemporaryDirectory() as folder:
+            if chosen:
+                with attacked_server(Path(folder), takes_images=takes_images) as server:
+                    for name in chosen:
+                        print(measure(server, name, words.seconds), flush=True)
     return 0
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.hostile.neighbor_attacks import ATTACKS
+from tests.hostile.neighbor_attacks import ATTACKS, IMAGE_ATTACKS
 from tests.hostile.victim import attacked_server, measure
 from tests.live.live_server import LiveServer
 from tests.support.machine_load import measure_others
@@ -17,14 +17,21 @@ SECONDS = 8.0
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with attacked_server(tmp_path_factory.mktemp("attacked")) as server:
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LiveServer]:
+    folder = tmp_path_factory.mktemp("attacked")
+    with attacked_server(folder, takes_images=request.param) as server:
         yield server
         server.assert_balance()
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize(
+    ("server", "name"),
+    [(False, name) for name in ATTACKS] + [(True, name) for name in IMAGE_ATTACKS],
+    indirect=["server"],
+)
 def test_an_attack_with_one_key_does_not_stop_the_stream_of_another(
     server: LiveServer, name: str
 ) -> None:

@@ -15,12 +15,14 @@ import numpy as np
 import psutil
 
 from tests.hostile.neighbor_attacks import ADMIN, ATTACKER, COMPUTING, VICTIM
-from tests.live.live_server import WARM, LiveServer, live_server
+from tests.live.live_server import DEMO, WARM, LiveServer, live_server
+from tests.support.images import save_vision_model
 
 FLAGS = (
     *("--fair-share", "tokens", "--watchdog-timeout", "60"),
     *("--max-running-requests", "16"),
 )
+IMAGE_FLAGS = ("--enable-multimodal", "--load-format", "dummy", "--image-cache-size", "0.001")
 SETTLE_S = 2.0
 SHORT_INTERVAL_S = 0.3
 SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}})
@@ -139,13 +141,23 @@ class Victim:
 
 
 @contextmanager
-def attacked_server(folder: Path) -> Iterator[LiveServer]:
-    """A server of the demonstration model for two clients and an operator."""
+def attacked_server(folder: Path, *, takes_images: bool = False) -> Iterator[LiveServer]:
+    """A server of the demonstration model for two clients and an operator; or of a tiny model that
+    takes images."""
     keys, admin_keys = folder / "keys", folder / "admin-keys"
     keys.write_text(f"attacker {ATTACKER}\nvictim {VICTIM}\n")
     admin_keys.write_text(f"root {ADMIN}\n")
     files = ("--api-key-file", str(keys), "--admin-api-key-file", str(admin_keys))
-    with live_server(folder, *WARM, *FLAGS, *files, key=ADMIN) as server:
+    model, flags = DEMO, WARM
+    if takes_images:
+        # Its programs are compiled in the first measurement.
+        model, flags = save_vision_model(folder / "model"), IMAGE_FLAGS
+    with live_server(
+        *(folder, *flags, *FLAGS, *files),
+        model=model,
+        key=ADMIN,
+        is_quickly_compiled=takes_images,
+    ) as server:
         yield server
 
 

@@ -63,7 +63,7 @@ def test_a_server_closes_all_that_it_writes(tmp_path: Path) -> None:
         until(lambda: not is_storing(server), "prefixes are in the store")
         assert client.post("/save_cache")["num_tokens"] > 0
     found = modes(data)
-    for kind in ("blocks/", "saved_cache_1/", "profile/", "run.events"):
+    for kind in ("blocks/", "saved_cache_2/", "profile/", "run.events"):
         assert any(kind in path for path in found), kind
     is_folder = {path: (data / path).is_dir() for path in found}
     assert found == {path: 0o700 if is_folder[path] else 0o600 for path in found}

@@ -138,7 +138,7 @@ def test_a_server_that_is_killed_in_a_save_leaves_the_last_whole_one(
 def test_a_changed_save_is_not_restored(tmp_path: Path) -> None:
     with live_server(tmp_path, *flags_with(tmp_path)) as server:
         begin(Client(server), 3)
-    for facts in (tmp_path / "cache").glob("saved_cache_1/*/facts/metadata"):
+    for facts in (tmp_path / "cache").glob("saved_cache_2/*/facts/metadata"):
         facts.write_text(json.dumps(json.loads(facts.read_text()) | {"fingerprint": "ab"}))
     with live_server(tmp_path, *flags_with(tmp_path)) as server:
         assert server.get("/list_sessions") == {"sessions": []}

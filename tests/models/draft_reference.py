@@ -94,11 +94,18 @@ def attended(q, k, v, positions, cache):
 
 
 class DraftReference:
-    """The model of `weights` over one row, without a cache."""
+    """The model of `weights` over one row, without a cache.
 
-    def __init__(self, weights):
+    Tokens above the vocabulary are those of images, with `vectors`; `places` [3, n] are the rotary
+    positions of the row's tokens by time, row and column, for the pairs of `axes`.
+    """
+
+    def __init__(self, weights, vectors=None, places=None, axes=()):
         self.weights = {name: own.astype(np.float64) for name, own in weights.items()}
-        self.embedding = self.weights["model.embed_tokens.weight"]
+        self.head = self.embedding = self.weights["model.embed_tokens.weight"]
+        if vectors is not None:
+            self.embedding = np.concatenate([self.head, vectors])
+        self.places, self.axes = places, list(axes)
 
     def norm(self, name, x):
         scaled = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + CONFIG["rms_norm_eps"])
@@ -109,7 +116,10 @@ class DraftReference:
 
     def rotated(self, x, positions):
         half = int(DIM * CONFIG["rope_parameters"]["partial_rotary_factor"]) // 2
-        angles = np.asarray(positions)[:, None] * 10000.0 ** (-np.arange(half) / half)
+        turned = np.asarray(positions)[:, None]
+        if self.places is not None:
+            turned = self.places[self.axes][:, list(positions)].T
+        angles = turned * 10000.0 ** (-np.arange(half) / half)
         cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
         a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
@@ -139,7 +149,7 @@ class DraftReference:
 
     def logits(self, tokens):
         """[len(tokens), vocab]."""
-        return self.hidden(tokens) @ self.embedding.T
+        return self.hidden(tokens) @ self.head.T
 
     def draft_pass(self, tokens, hidden, positions, cache):
         vectors = self.norm("mtp.pre_fc_norm_embedding", self.embedding[tokens])
@@ -153,7 +163,7 @@ class DraftReference:
         found = self.draft_pass(tokens[1:], self.hidden(tokens[:-1]), range(last + 1), cache)
         drafts, hidden = [], found[-1:]
         for number in range(num_drafts):
-            drafts.append(int((hidden @ self.embedding.T).argmax()))
+            drafts.append(int((hidden @ self.head.T).argmax()))
             position = last + 1 + number
             hidden = self.draft_pass(drafts[-1:], hidden, [position], cache)
         return drafts

@@ -76,6 +76,7 @@ def test_yarn_multiplies_scores_by_the_square_of_its_growth():
     expected = (0.1 * math.log(40) + 1) / growth
     assert apart.layers[0].rope.attention_factor == pytest.approx(expected)
     assert read(rope_scaling=YARN).score_scale == 192**-0.5
+    assert read(rope_scaling=YARN | {"mscale_all_dim": 0}).score_scale == 192**-0.5
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,7 @@ def test_what_a_gpt_oss_leaves_out_is_what_transformers_takes():
             (0.2 * math.log(8) + 1) / (0.05 * math.log(8) + 1),
         ),
         ({"mscale": 2.0}, 0.1 * math.log(8) + 1),
+        ({"mscale": 2.0, "mscale_all_dim": 0.0}, 0.1 * math.log(8) + 1),
         ({"factor": 0.5}, 1.0),
     ],
 )

@@ -10,6 +10,7 @@ from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from sgl_jax.core.shares import Tenant
 from sgl_jax.scheduler.events import Configure
+from sgl_jax.scheduler.waiting.wait_reason import WaitReason
 from tests.scheduler.driver import Driver, forced_retract, generate, make_sizes
 from tests.scheduler.test_shared_chunks import count_chunks
 
@@ -86,6 +87,40 @@ def test_images_are_read_where_they_were_written(seed: int, *, whole_images: boo
     counters = driver.scheduler.counters()
     assert counters["image_cache_hits"] > 0
     assert counters["image_encodings"] > 5
+
+
+def test_a_request_waits_for_room_in_the_table_of_images() -> None:
+    """Also one that would fit, after another that does not."""
+    sizes = make_sizes(num_rows=6, num_pages=2000, max_chunk_tokens=32, max_context_len=3100)
+    sizes = sizes._replace(image_slots=8, max_images=4, max_image_tokens=6, image_token_side=8)
+    driver = Driver(sizes)
+    contents = {"first": (1, 4), "second": (2, 5), "third": (0,), "text": ()}
+    for rid, own in contents.items():
+        tokens = (np.arange(3000 if rid == "first" else 1) % 40).tolist()
+        images = [add_image(tokens, content, 2 + content % 3) for content in own]
+        driver.submit(generate(rid, [*tokens, 2], 6, images=tuple(images)))
+        driver.step()
+    scheduler = driver.scheduler
+    for rid in ("second", "third"):
+        assert scheduler.why_waiting(rid) == WaitReason("images", dp_rank=0)
+    assert "table of rank 0" in scheduler.why_waiting("second").in_words()
+    counts = {kind: count for kind, count in scheduler.count_waiting().items() if count}
+    assert counts == {"images": 2}
+    driver.run()
+    assert all(finish.type == "length" for finish in driver.finish.values())
+
+
+def test_a_request_whose_images_are_too_many_for_a_step_waits_for_the_next() -> None:
+    sizes = make_sizes(num_rows=6, num_pages=200, max_chunk_tokens=4, max_context_len=64)
+    sizes = sizes._replace(image_slots=20, max_images=4, max_image_tokens=6, image_token_side=8)
+    driver = Driver(sizes)
+    for rid, content in (("first", 2), ("second", 1)):
+        tokens = [1]
+        images = (add_image(tokens, content, 2 + content % 3),)
+        driver.submit(generate(rid, [*tokens, 2], 6, images=images))
+    driver.step()
+    assert driver.scheduler.why_waiting("second").kind == "step"
+    assert driver.scheduler.count_waiting()["step"] == 1
 
 
 CHUNK, IMAGE, LONG = 32, 16, 3000

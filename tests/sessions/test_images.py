@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 
+from sgl_jax.core.array_codec import make_decoder, make_encoder
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.image_input import ImageInput, image_token_ids
 from sgl_jax.core.messages import OpenSession, SessionTurn
-from sgl_jax.sessions.images import find_images, known_images
+from sgl_jax.sessions.images import KnownImage, find_images, known_images
+from sgl_jax.sessions.saving import restore_session, save_session
 from sgl_jax.sessions.store import SessionsFullError, SessionStore
 from tests.scheduler.driver import generate
 
@@ -41,9 +43,11 @@ def test_images_are_found_after_tokens_were_dropped_or_put_before_them() -> None
 def test_an_image_that_is_not_known_is_refused() -> None:
     one = image(1, 3)
     known = known_images(generate("a", ids_of(one), 1, images=(one,)))
-    for prompt in (ids_of(image(2, 3)), ids_of(one)[:2], ids_of(one)[1:]):
+    for prompt in (ids_of(image(2, 3)), ids_of(one)[1:]):
         with pytest.raises(InvalidRequestError, match="no longer there"):
             find_images(np.array([1, *prompt], np.int32), known, VOCAB)
+    with pytest.raises(InvalidRequestError, match="offset keeps 2 of the 3 tokens of an image"):
+        find_images(np.array([1, *ids_of(one)[:2], 4], np.int32), known, VOCAB)
 
 
 def test_a_session_keeps_the_images_of_its_history_only() -> None:
@@ -70,6 +74,33 @@ def test_pixels_of_all_histories_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
     store.check_pixels(generate("d", [1], 1, session=SessionTurn(id="a")))
     store.close("b")
     store.check_pixels(message)
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_saved_sessions_have_their_images(
+    monkeypatch: pytest.MonkeyPatch, *, streaming: bool
+) -> None:
+    """Each is saved once, those of the newest sessions first, as long as there are few enough."""
+    monkeypatch.setattr("sgl_jax.sessions.store.MAX_SAVED_PIXEL_BYTES", 2)
+    store = SessionStore(max_sessions=4, max_tokens=1000)
+    for session_id, contents in (("old", (1,)), ("a", (2, 3)), ("b", (3,))):
+        store.open(OpenSession(rid="", session_id=session_id, streaming=streaming))
+        for content in contents:
+            take_turn(store, session_id, image(content, 3), succeeds=True)
+    packed = make_encoder().encode(store.saved_images())
+    images = make_decoder(list[KnownImage]).decode(packed)
+    assert [own.image.pixels for own in images] == [b"\3", b"\2"]
+    known = {int(own.tokens[0]): own for own in images}
+    other = SessionStore(max_sessions=4, max_tokens=1000)
+    for session, *_ in store.all():
+        assert other.restore(restore_session(save_session(session)), known)
+    history = np.array([5, *ids_of(image(2, 3)), *ids_of(image(3, 3))], np.int32)
+    found = find_images(history, other.images_of(other.get("a")), VOCAB)
+    assert [(own.start, own.pixels) for own in found] == [(1, b"\2"), (4, b"\3")]
+    assert list(other.images_of(other.get("b"))) == ids_of(image(3, 3))[:1]
+    prompt = np.array(ids_of(image(1, 3)), np.int32)
+    with pytest.raises(InvalidRequestError, match="no longer there"):
+        find_images(prompt, other.images_of(other.get("old")), VOCAB)
 
 
 def take_turn(store: SessionStore, session_id: str, own: ImageInput, *, succeeds: bool) -> int:

@@ -1,8 +1,8 @@
 """Saves the prefixes and sessions of an engine, and restores them in its successor.
 
 The pages are in the remote store, addressed by their contents. A save holds the prefixes' tokens in
-the order of their use, and the open sessions. It is one step of an orbax checkpoint, so it is
-written completely or not at all. The last two saves are kept.
+the order of their use, and the open sessions with the pixels of their images. It is one step of an
+orbax checkpoint, so it is written completely or not at all. The last two saves are kept.
 """
 
 import hashlib
@@ -26,6 +26,7 @@ from sgl_jax.executor.store_transfers import StoreTransfers
 from sgl_jax.mem_cache.offload.saved_prefixes import SavedTree, saved_prefixes
 from sgl_jax.scheduler.events import RestoreCache
 from sgl_jax.scheduler.scheduler import Scheduler
+from sgl_jax.sessions.images import KnownImage
 from sgl_jax.sessions.saving import SavedSession
 
 logger = logging.getLogger(__name__)
@@ -33,12 +34,13 @@ logger = logging.getLogger(__name__)
 _NUM_KEPT = 2
 # Timeout of `close` for the store, and again for a save.
 _CLOSE_LIMIT_S = 60.0
-_FOLDER = "saved_cache_1"  # increment the number for each change of the format
+_FOLDER = "saved_cache_2"  # increment the number for each change of the format
 
 
 class SavedCache(msgspec.Struct, frozen=True):
     sessions: list[SavedSession]
     trees: list[SavedTree]
+    images: list[KnownImage]
 
 
 class SavedCacheFolder:
@@ -140,7 +142,7 @@ class CacheSaver:
         if saved is None:
             return
         prefixes = saved_prefixes(saved.trees)
-        num_lost = self._scheduler.handle(RestoreCache(saved.sessions, prefixes))
+        num_lost = self._scheduler.handle(RestoreCache(saved.sessions, prefixes, saved.images))
         logger.info(
             "restoring %d prefixes and %d sessions; %d found no room",
             *(len(prefixes), len(saved.sessions), num_lost),
@@ -148,7 +150,9 @@ class CacheSaver:
 
     def save(self) -> "Future[int]":
         """Save the cache on another thread. The future holds the number of saved tokens."""
-        saved = SavedCache(self._scheduler.saved_sessions(), self._scheduler.offload.saved_trees())
+        scheduler = self._scheduler
+        trees, images = scheduler.offload.saved_trees(), scheduler.saved_images()
+        saved = SavedCache(scheduler.saved_sessions(), trees, images)
         self._last = self._thread.submit(self._write, saved, self._store.fingerprint)
         return self._last
 

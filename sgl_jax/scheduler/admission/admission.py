@@ -30,7 +30,7 @@ from sgl_jax.scheduler.admission.rank_options import RankOptions
 from sgl_jax.scheduler.forecast.fits import NO_FLOOR, NO_LIMIT, NO_RANK
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.ranks import Ranks
-from sgl_jax.scheduler.request import Request
+from sgl_jax.scheduler.request import Request, RequestState
 from sgl_jax.scheduler.step_builder import StepBuilder
 from sgl_jax.scheduler.tenants import Tenants
 from sgl_jax.scheduler.waiting.admission_order import Offer
@@ -83,13 +83,15 @@ class Admission:
         self.holds: dict[str, Hold] = {}
         self._next_rank = 0  # for round_robin
         self._num_starts = 0  # in the step being planned
-        self._full_tables = set[int]()  # ranks without rows for the images of a request
+        # Requests whose images did not fit in the last planned step, by rank.
+        self._without_images: dict[int, Request] = {}
 
     def admit_into(self, ranks: Ranks, builders: Sequence[StepBuilder], step: int) -> None:
         """Start waiting requests in step number `step`; `builders` are the ranks' parts of it.
         Called only if any request waits."""
         highest = self._waiting.priorities.highest
         assert highest is not None, "a request waits"
+        self._without_images.clear()
         threshold = self.args.priority_scheduling_preemption_threshold
         may_preempt = [_may_preempt(builder, highest - threshold) for builder in builders]
         if not any(len(builder.rank.running) for builder in builders):
@@ -107,7 +109,6 @@ class Admission:
             started_on=[],
         )
         options = RankOptions(rooms, self._waiting)
-        self._full_tables.clear()
         self._num_starts, is_changed = 0, True
         while is_changed and self._num_starts < MAX_STARTS:
             # A request for which a rank was held may start on another rank now.
@@ -157,7 +158,7 @@ class Admission:
             if chosen is not None:
                 room = rooms[chosen.dp_rank]
                 if chosen.fits and chosen.leader is None:
-                    if request.images and not self._has_images(room, request):
+                    if not self._takes_images(room, request):
                         continue
                     if is_thrashing and self._holds_back(room, request, chosen, step):
                         continue
@@ -190,13 +191,26 @@ class Admission:
                 break
         return False
 
-    def _has_images(self, room: RankCapacity, request: Request) -> bool:
-        """Return whether the images of `request`, which has some, are, or fit, in the rank's table.
-        If not, no later request of the step with images starts there, or a request with many would
-        starve."""
+    def lacks_images(self, request: Request, rank: RankScheduler) -> bool:
+        """Return whether `request` waits for room in the rank's table, for its images or those of
+        a request before it."""
+        if not request.images:
+            return False
+        ahead = self._without_images.get(rank.dp_rank, request)
+        return any(
+            not rank.has_images(each, self._waiting.cursor(each, rank.dp_rank))
+            for each in (request, ahead)
+            if each.state is RequestState.WAITING
+        )
+
+    def _takes_images(self, room: RankCapacity, request: Request) -> bool:
+        """Return whether the rank has room for the images of `request`. If not, no later request
+        of the step with images starts there, or a request with many would starve."""
+        if not request.images:
+            return True
         cursor = self._waiting.cursor(request, room.dp_rank)
-        if room.dp_rank in self._full_tables or not room.rank.has_images(request, cursor):
-            self._full_tables.add(room.dp_rank)
+        if room.dp_rank in self._without_images or not room.rank.has_images(request, cursor):
+            self._without_images.setdefault(room.dp_rank, request)
             return False
         return True
 
@@ -252,7 +266,7 @@ class Admission:
         best = None
         for room in _allowed(rooms, request):
             found = room.preemption(request, threshold)
-            if found is not None and (not request.images or self._has_images(room, request)):
+            if found is not None and self._takes_images(room, request):
                 cost = found.num_lost - options.num_present(room.dp_rank)
                 if best is None or cost < best[0]:
                     best = cost, room, found

@@ -30,7 +30,11 @@ class RecordedScheduler(Scheduler):
 
     def handle(self, event: events.Event) -> Any:
         # No decision depends on pixels, and they are long.
-        self._write(event.without_pixels() if isinstance(event, GenerateRequest) else event)
+        match event:
+            case GenerateRequest() | events.RestoreCache():
+                self._write(event.without_pixels())
+            case _:
+                self._write(event)
         try:
             value = super().handle(event)
         except Exception as error:

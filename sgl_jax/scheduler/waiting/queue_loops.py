@@ -20,7 +20,7 @@ MOST_ARRIVALS, MOST_TURNS, MOST_CACHED, MOST_LEVELS = (
 )
 LAST = np.iinfo(np.int64).max  # no order key
 # Indices in `COUNTED_KINDS`.
-_TENANT, _PREFIX, _FETCH, _STORE, _RANK, _SET, _STEP, _ORDER, _PAGES, _ROWS = range(10)
+_TENANT, _PREFIX, _FETCH, _STORE, _RANK, _SET, _STEP, _ORDER, _PAGES, _IMAGES, _ROWS = range(11)
 # Degrees of reuse: pages that other requests would read, per page that a request computes.
 NUM_REUSES = 32
 _REUSE_PAGES = 4
@@ -336,7 +336,7 @@ def pass_over(
 
 @compiled(
     "(int64, int64, lines, boolean[::1], boolean[::1], boolean[::1], boolean[:, ::1], "
-    "boolean[:, ::1])",
+    "boolean[:, ::1], boolean[:, ::1])",
     lines=NO_LINES,
 )
 def count_kinds(
@@ -348,15 +348,17 @@ def count_kinds(
     has_row: BoolArray,
     fits: BoolArray,
     fits_unheld: BoolArray,
+    lacks_images: BoolArray,
 ) -> Int64Array:
     """Count the waiting lines below `end` by reason, int64[COUNTED_KINDS], when `step` is planned.
 
-    `is_full` is indexed by tenant, `is_fetching` by joint row, `has_row` by rank, `fits` and
-    `fits_unheld`, without the ranks' holds, by rank and line.
+    `is_full` is indexed by tenant, `is_fetching` by joint row, `has_row` by rank, `fits`,
+    `fits_unheld`, without the ranks' holds, and `lacks_images`, whether the table of images has no
+    room, by rank and line.
     """
     counts = np.zeros(_ROWS + 1, np.int64)
     assert end <= len(lines.needs)
-    assert fits.shape == fits_unheld.shape == (len(has_row), end)
+    assert fits.shape == fits_unheld.shape == lacks_images.shape == (len(has_row), end)
     for line in range(end):
         if not lines.is_waiting[line]:
             continue
@@ -374,9 +376,12 @@ def count_kinds(
             kind = _ROWS
             for rank in range(len(has_row)):
                 if lines.may_run[rank, line] and has_row[rank]:
-                    if fits[rank, line]:
+                    if fits[rank, line] and not lacks_images[rank, line]:
                         kind = _STEP
                         break
-                    kind = _ORDER if fits_unheld[rank, line] or kind == _ORDER else _PAGES
+                    if fits[rank, line] or kind == _IMAGES:
+                        kind = _IMAGES
+                    else:
+                        kind = _ORDER if fits_unheld[rank, line] or kind == _ORDER else _PAGES
         counts[kind] += 1
     return counts

@@ -12,13 +12,14 @@ WaitKind = Literal[
     "step",
     "order",
     "pages",
+    "images",
     "rows",
     "grammar",
     "program",
     "paused",
 ]
 # The reasons that `count_kinds` counts, in its order: those of requests in the queue.
-COUNTED_KINDS: tuple[WaitKind, ...] = get_args(WaitKind)[:10]
+COUNTED_KINDS: tuple[WaitKind, ...] = get_args(WaitKind)[:11]
 
 
 class WaitReason(NamedTuple):
@@ -30,6 +31,8 @@ class WaitReason(NamedTuple):
       requests, or as many started as one step may start; the next step tries it again;
     - "rows", "pages": no rank that it may run on has a row, or none has enough pages; `pages_short`
       gives the missing pages by rank;
+    - "images": it would fit on rank `dp_rank`, but its images do not fit in the table there next to
+      those of running requests, or a request before it waits for that;
     - "prefix": request `behind` computes a prefix that it will read;
     - "fetch": a prefix that it will read is being fetched from the host to rank `dp_rank`;
     - "store": a prefix that it will read is being looked up in the store, or loaded from there to
@@ -63,6 +66,7 @@ class WaitReason(NamedTuple):
 
 _WORDS = {
     "step": "it fits; the next step tries it again",
+    "images": "its images do not fit in the table of rank {dp_rank} next to those in use",
     "rows": "no row is free",
     "prefix": "request {behind} computes a prefix that it will read",
     "fetch": "a prefix that it will read is on its way from the host to rank {dp_rank}",

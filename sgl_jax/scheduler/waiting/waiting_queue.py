@@ -338,12 +338,14 @@ class WaitingQueue:
         has_row: BoolArray,
         step: int,
         fetching: Sequence[int],
+        lacks_images: Callable[[Request, int], bool],
     ) -> dict[WaitKind, int]:
         """Return the number of waiting requests by reason.
 
         `rooms`, ROOM[ranks], are the ranks' capacities, `held_rooms` those with the holds for due
-        requests. `fetching` are joint rows of fetches from the host. A request counts under "step"
-        if it would fit were all its cached pages in use.
+        requests. `fetching` are joint rows of fetches from the host. `lacks_images` returns whether
+        the images of a request with some do not fit on a rank. A request counts under "step" if it
+        would fit were all its cached pages in use.
         """
         lines, end = self._columns.lines, self._columns.end
         self._take_moves()
@@ -356,6 +358,10 @@ class WaitingQueue:
             self._order.find(each, np.arange(len(has_row)), least, lines.is_waiting[:end])
             for each in (held_rooms, rooms)
         )
+        lacks = np.zeros((len(has_row), end), np.bool_)
+        for request in self._requests.values():
+            if request.images:
+                lacks[:, request.line] = [lacks_images(request, k) for k in range(len(has_row))]
         counts = count_kinds(
             end,
             step,
@@ -365,6 +371,7 @@ class WaitingQueue:
             has_row,
             fits,
             fits_unheld,
+            lacks,
         )
         return dict(zip(COUNTED_KINDS, counts.tolist(), strict=True))
 
