@@ -225,14 +225,16 @@ class RankMemory:
         row = self.row_pool.alloc()
         lease = KVLease(self.dp_rank, row, self.rows, namespace)
         match = self.cache.match_prefix(prefix, namespace)
-        if self.watcher is not None and match.length:
+        if match.length and self.watcher is not None:
             self.watcher.used(prefix[: match.length], namespace)
-        lease.node = match.node
-        self.lock(match.pages)
-        self.rows.list_pages(row, 0, match.pages)
-        self.set_first_pages(lease, match.length)
-        lease.set_lengths(protected=match.length, committed=match.length, allocated=match.length)
         self.leases[row] = lease
+        if match.length:
+            lease.node = match.node
+            self.lock(match.pages)
+            self.rows.list_pages(row, 0, match.pages)
+            self.set_first_pages(lease, match.length)
+            length = match.length
+            lease.set_lengths(protected=length, committed=length, allocated=length)
         return lease
 
     def set_first_pages(self, lease: KVLease, length: int) -> None:

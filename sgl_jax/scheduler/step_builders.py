@@ -23,7 +23,7 @@ class StepBuilders(Sequence[StepBuilder]):
         self, ranks: Ranks, sizes: EngineSizes, runnable: Runnable, chunk_tokens: int
     ) -> None:
         self._ranks, self._sizes, self._runnable = ranks, sizes, runnable
-        self._chunk_tokens = chunk_tokens
+        self.chunk_tokens = chunk_tokens
         self._made: dict[int, StepBuilder] = {}
         for dp_rank, (first, end) in enumerate(pairwise(runnable.bounds)):
             is_plain = runnable.has_slots[dp_rank] and dp_rank not in runnable.prefilling
@@ -43,11 +43,15 @@ class StepBuilders(Sequence[StepBuilder]):
             self._sizes,
             rows[bounds[dp_rank] : bounds[dp_rank + 1]],
             prefilling.get(dp_rank, {}),
-            self._chunk_tokens,
+            self.chunk_tokens,
             self._ranks.tenants,
             has_slots=has_slots[dp_rank],
         )
         return builder
+
+    def find(self, dp_rank: int) -> StepBuilder | None:
+        """Return the builder of a rank; None if it was not made: then the rank only decodes."""
+        return self._made.get(dp_rank)
 
     def made(self) -> list[StepBuilder]:
         """Return the builders made so far, in order; other ranks decode the selected rows."""

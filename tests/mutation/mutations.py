@@ -687,7 +687,7 @@ MUTATIONS = (
     Mutation(
         "use the committed length for the protected length",
         _MEMORY,
-        "protected=match.length, committed",
+        "protected=length, committed",
         "protected=0, committed",
     ),
     Mutation(
@@ -1487,6 +1487,18 @@ MUTATIONS = (
         "num_skewed = 0",
     ),
     Mutation(
+        "go around only the ranks that cost least",
+        _FITS,
+        "            if not tries_all:\n",
+        "            if True:\n",
+    ),
+    Mutation(
+        "try no rank that costs as much as another",
+        _FITS,
+        "if option.cost > most_cost:",
+        "if option.cost >= most_cost:",
+    ),
+    Mutation(
         "go around the ranks without going on",
         _ADMISSION,
         "        self._next_rank = dp_rank + 1\n",
@@ -1958,9 +1970,9 @@ MUTATIONS = (
     ),
     Mutation(
         "take every rank for ample",
-        _ROOM,
-        "num_left - growth >= rank.most_request_pages",
-        "num_left - growth >= -rank.most_request_pages * 1000",
+        _CAPACITY,
+        "if num_left - most_growth < enough:",
+        "if num_left - most_growth < -1000 * enough:",
     ),
     Mutation(
         "take a rank for ample after starts that are not",
@@ -2128,8 +2140,8 @@ MUTATIONS = (
     Mutation(
         "pass over what may not run there",
         "sgl_jax/scheduler/waiting/queue_loops.py",
-        "if not may_run[line] or not lines.is_waiting[line] or lines.held_until[line]:\n",
-        "if not lines.is_waiting[line] or lines.held_until[line]:\n",
+        " or not may_run[line] or lines.held_until[line]:\n",
+        " or lines.held_until[line]:\n",
     ),
     Mutation(
         "let all that were passed over start one after the other",

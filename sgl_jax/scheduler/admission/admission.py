@@ -31,7 +31,7 @@ from sgl_jax.scheduler.forecast.fits import NO_FLOOR, NO_LIMIT, NO_RANK
 from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request, RequestState
-from sgl_jax.scheduler.step_builder import StepBuilder
+from sgl_jax.scheduler.step_builders import StepBuilders
 from sgl_jax.scheduler.tenants import Tenants
 from sgl_jax.scheduler.waiting.admission_order import Offer
 from sgl_jax.scheduler.waiting.waiting_queue import WaitingQueue
@@ -86,17 +86,21 @@ class Admission:
         # Requests whose images did not fit in the last planned step, by rank.
         self._without_images: dict[int, Request] = {}
 
-    def admit_into(self, ranks: Ranks, builders: Sequence[StepBuilder], step: int) -> None:
+    def admit_into(self, ranks: Ranks, builders: StepBuilders, step: int) -> None:
         """Start waiting requests in step number `step`; `builders` are the ranks' parts of it.
         Called only if any request waits."""
         highest = self._waiting.priorities.highest
         assert highest is not None, "a request waits"
         self._without_images.clear()
         threshold = self.args.priority_scheduling_preemption_threshold
-        may_preempt = [_may_preempt(builder, highest - threshold) for builder in builders]
-        if not any(len(builder.rank.running) for builder in builders):
+        # Whether a request of a priority so much lower runs on a rank and may be preempted.
+        lowest = [rank.running.priorities.lowest for rank in ranks.ranks]
+        may_preempt = [each is not None and each < highest - threshold for each in lowest]
+        for builder in builders.made():
+            may_preempt[builder.rank.dp_rank] &= builder.can_admit
+        if all(each is None for each in lowest):
             self._waiting.delays.release_held()  # no step would come
-        if not any(may_preempt) and not self._has_tokens(builders, highest, step):
+        if not any(may_preempt) and not self._has_tokens(ranks, builders, highest, step):
             return
         rooms = RankCapacities(ranks, builders, self._waiting)
         num_tenants = self._tenants.num_numbers
@@ -114,17 +118,22 @@ class Admission:
             # A request for which a rank was held may start on another rank now.
             rooms.records["held_above"] = NO_FLOOR
             offer.open_tenants[:] = False
-            for dp_rank, builder in enumerate(builders):
+            for builder in builders.made():
                 if builder.open_tenants is not None:
-                    _note_open_tenants(offer, dp_rank, builder.open_tenants)
+                    _note_open_tenants(offer, builder.rank.dp_rank, builder.open_tenants)
             is_changed = self._start_some(rooms, options, offer, step)
 
-    def _has_tokens(self, builders: Sequence[StepBuilder], highest: int, step: int) -> bool:
+    def _has_tokens(self, ranks: Ranks, builders: StepBuilders, highest: int, step: int) -> bool:
         """Return whether any rank may have prompt tokens for a waiting request."""
         limited = []
-        for builder in builders:
+        for rank in ranks.ranks:
+            builder = builders.find(rank.dp_rank)
+            if builder is None:  # it only decodes
+                if rank.has_row:
+                    return True
+                continue
             floor = builder.priority_floor
-            if floor < highest and builder.can_admit and builder.rank.has_row:
+            if floor < highest and builder.can_admit and rank.has_row:
                 if floor < highest - 1 or builder.most_tokens == NO_LIMIT:
                     return True
                 limited.append(builder)
@@ -134,9 +143,9 @@ class Admission:
         for k, builder in enumerate(limited):
             if builder.open_tenants is not None:
                 open_tenants[k] = builder.open_tenants[: open_tenants.shape[1]]
-        ranks = np.array([builder.rank.dp_rank for builder in limited])
+        limited_ranks = np.array([builder.rank.dp_rank for builder in limited])
         most_tokens = np.array([builder.most_tokens for builder in limited])
-        return self._waiting.has_short(ranks, most_tokens, open_tenants, step)
+        return self._waiting.has_short(limited_ranks, most_tokens, open_tenants, step)
 
     def _start_some(
         self, rooms: RankCapacities, options: RankOptions, offer: Offer, step: int
@@ -354,12 +363,6 @@ class Admission:
         self._waiting.started(request, dp_rank, num_free)
         self.holds.pop(request.rid, None)
         self._next_rank = dp_rank + 1
-
-
-def _may_preempt(builder: StepBuilder, below: int) -> bool:
-    """Return whether a request with a priority below `below` runs there and may be preempted."""
-    lowest = builder.rank.running.priorities.lowest
-    return builder.can_admit and lowest is not None and lowest < below
 
 
 def _note_open_tenants(offer: Offer, dp_rank: int, open_tenants: BoolArray | None) -> None:

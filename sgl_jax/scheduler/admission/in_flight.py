@@ -25,6 +25,7 @@ from sgl_jax.mem_cache.tree.prefix_cursor import (
 from sgl_jax.mem_cache.tree_node import TreeNode
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.step_builder import StepBuilder
+from sgl_jax.scheduler.step_builders import StepBuilders
 
 # A step's fixed time equals the time of `chunk_size` / `_STEP_PRICE_PART` prompt tokens.
 _STEP_PRICE_PART = 8
@@ -48,12 +49,12 @@ class InFlight:
         tokens: column of the rows' tokens, by joint row.
     """
 
-    def __init__(self, builders: Sequence[StepBuilder], tokens: Int32Array) -> None:
+    def __init__(self, builders: StepBuilders, tokens: Int32Array) -> None:
         self._builders = builders
         self._tokens = tokens
         self._listed: dict[int, list[int]] = {}  # rows by rank
         self._on_rank: dict[int, RankInFlight] = {}  # of ranks that were asked for a leader
-        self._unlisted = {each.rank.dp_rank for each in builders if each.is_prefilling}
+        self._unlisted = {each.rank.dp_rank for each in builders.made() if each.is_prefilling}
         # Of each listed row, its rank, its joint row, the length of its published part, and the
         # token after it: most prompts differ there, and the column of tokens is not read.
         self._rows: IntpArray = np.empty((64, 4), np.int64)

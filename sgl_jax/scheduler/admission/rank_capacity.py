@@ -16,11 +16,10 @@ from sgl_jax.scheduler.admission.in_flight import InFlight, Leader
 from sgl_jax.scheduler.forecast.capacity import (
     Rooms,
     steps_to_room,
-    write_ample,
     write_load,
     write_loads,
 )
-from sgl_jax.scheduler.forecast.fits import FULL_PART, NO_FLOOR
+from sgl_jax.scheduler.forecast.fits import FULL_PART, NO_FLOOR, NO_LIMIT
 from sgl_jax.scheduler.forecast.forecast import Forecast
 from sgl_jax.scheduler.forecast.output_lengths import MOMENTS
 from sgl_jax.scheduler.preemption import Preemptible, Preemption
@@ -28,6 +27,7 @@ from sgl_jax.scheduler.rank_scheduler import RankScheduler
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.step_builder import StepBuilder
+from sgl_jax.scheduler.step_builders import StepBuilders
 from sgl_jax.scheduler.waiting.waiting_queue import WaitingQueue
 
 
@@ -47,18 +47,17 @@ class RankCapacities(Sequence["RankCapacity"]):
     """The capacities of all ranks in the step of `builders`. Most ranks need no more than their
     records: the capacity of a rank is made when it is first read."""
 
-    def __init__(
-        self, ranks: Ranks, builders: Sequence[StepBuilder], waiting: WaitingQueue
-    ) -> None:
+    def __init__(self, ranks: Ranks, builders: StepBuilders, waiting: WaitingQueue) -> None:
         self.records = ranks.rooms()  # ROOM[ranks]
         self.in_flight = InFlight(builders, ranks.running.tokens)
-        self.builders, self._waiting = builders, waiting
+        self.ranks, self.builders, self._waiting = ranks.ranks, builders, waiting
         self._forecast = ranks.forecast()
         self._made: dict[int, RankCapacity] = {}
         self._outlooks = ranks.outlooks()
         # In one list, in half the time of a list for each rank.
-        loads = np.array([value for builder in builders for value in _load(builder)])
-        enough = builders[0].rank.most_request_pages
+        each = [_load(rank, builders.find(rank.dp_rank)) for rank in self.ranks]
+        loads = np.array([value for load in each for value in load])
+        enough = self.ranks[0].most_request_pages
         self._is_counted = write_loads(self.records, loads, self._outlooks, enough)
         if np.count_nonzero(self._is_counted):
             self._forecast.add(*ranks.active(), self._is_counted)
@@ -66,12 +65,12 @@ class RankCapacities(Sequence["RankCapacity"]):
                 self._forecast.write(dp_rank, self.records[dp_rank : dp_rank + 1])
 
     def __len__(self) -> int:
-        return len(self.builders)
+        return len(self.ranks)
 
     @property
     def is_thrashing(self) -> bool:
         """Return whether most evicted prefixes return on all ranks (`working_set.py`)."""
-        return all(builder.rank.working_set.is_thrashing for builder in self.builders)
+        return all(rank.working_set.is_thrashing for rank in self.ranks)
 
     def __getitem__(self, dp_rank: int) -> "RankCapacity":  # type: ignore[override]
         made = self._made.get(dp_rank)
@@ -90,18 +89,16 @@ class RankCapacities(Sequence["RankCapacity"]):
         return made
 
 
-def _load(builder: StepBuilder) -> tuple[int, int, bool, bool, int, int, int]:
+def _load(
+    rank: RankScheduler, builder: StepBuilder | None
+) -> tuple[int, int, bool, bool, int, int, int]:
     """Return the row of a rank in the argument `loads` of `write_loads`."""
-    rank = builder.rank
-    return (
-        len(rank.running),
-        builder.num_prefill_tokens,
-        rank.has_row,
-        builder.can_admit,
-        builder.priority_floor,
-        builder.most_tokens,
-        rank.memory.num_reclaimable_pages,
-    )
+    num_running, num_left = len(rank.running), rank.memory.num_reclaimable_pages
+    if builder is None:  # it only decodes
+        return num_running, 0, rank.has_row, True, NO_FLOOR, NO_LIMIT, num_left
+    num_ahead, floor = builder.num_prefill_tokens, builder.priority_floor
+    can_admit, most_tokens = builder.can_admit, builder.most_tokens
+    return num_running, num_ahead, rank.has_row, can_admit, floor, most_tokens, num_left
 
 
 class RankCapacity:
@@ -150,7 +147,7 @@ class RankCapacity:
     def _update(self) -> None:
         """Compute the rank's load and pages, which change only as requests start or leave here."""
         rank, builder, self.num_running = self.rank, self._builder, len(self.rank.running)
-        write_load(
+        needs_forecast = write_load(
             self._rooms,
             self.dp_rank,
             self.num_running,
@@ -160,11 +157,11 @@ class RankCapacity:
             builder.can_admit,
             builder.priority_floor,
             builder.most_tokens,
+            rank.memory.num_reclaimable_pages,
+            self._most_growth,
+            NO_LIMIT if self.is_counted else rank.most_request_pages,
         )
-        num_left, growth = rank.memory.num_reclaimable_pages, self._most_growth
-        if not self.is_counted and num_left - growth >= rank.most_request_pages:
-            # Any request fits even after the greatest growth of the running requests.
-            write_ample(self._rooms, self.dp_rank, self._num_total - num_left, growth)
+        if not needs_forecast:
             return
         if not self.is_counted:
             self._forecast.recount(self.dp_rank, rank.running.active)

@@ -28,10 +28,9 @@ class RankOptions:
 
     def __init__(self, rooms: RankCapacities, waiting: WaitingQueue) -> None:
         self._rooms, self._in_flight, self._waiting = rooms, rooms.in_flight, waiting
-        first = rooms.builders[0]
-        self._step_tokens = first.chunk_size
-        self._has_host_memory = first.rank.host.tier is not None
-        self._page_size = first.rank.memory.page_size
+        self._step_tokens = rooms.builders.chunk_tokens
+        self._has_host_memory = rooms.ranks[0].host.tier is not None
+        self._page_size = rooms.ranks[0].memory.page_size
         self._options: Options = np.zeros(len(rooms), OPTION)
         self._all = range(len(rooms))
 
@@ -82,7 +81,7 @@ class RankOptions:
     def fitting(self, offer: Offer) -> list[int]:
         """Return the ranks where the request fits."""
         self.confirm(self.ranks)
-        self._find_cheapest(offer)
+        self._find_cheapest(offer, tries_all=True)
         fits: list[int] = self._options["fits"].nonzero()[0].tolist()
         return [dp_rank for dp_rank in fits if dp_rank in self.ranks]
 
@@ -105,8 +104,8 @@ class RankOptions:
             if not (self.confirm([found]) or self.confirm(others)):
                 return found, others
 
-    def _find_cheapest(self, offer: Offer) -> tuple[int, list[int]]:
-        arguments = self._request, offer, self._options, self.ranks, self._step_tokens
+    def _find_cheapest(self, offer: Offer, *, tries_all: bool = False) -> tuple[int, list[int]]:
+        arguments = self._request, offer, self._options, self.ranks, self._step_tokens, tries_all
         found, num_others, num_uncounted = self._waiting.find_cheapest(*arguments)
         if num_uncounted:
             for dp_rank in self._options["is_uncounted"].nonzero()[0].tolist():

@@ -86,7 +86,10 @@ OPTION = np.dtype(
 Options: TypeAlias = NDArray[Any]
 
 
-@compiled("(rooms[::1], int64, int64, int64, boolean, int64, boolean, int64, int64)", rooms=ROOM)
+@compiled(
+    "(rooms[::1], int64, int64, int64, boolean, int64, boolean, int64, int64, int64, int64, int64)",
+    rooms=ROOM,
+)
 def write_load(
     rooms: Rooms,
     dp_rank: int,
@@ -97,22 +100,25 @@ def write_load(
     can_admit: bool,
     floor: int,
     most_tokens: int,
-) -> None:
+    num_left: int,
+    most_growth: int,
+    enough: int,
+) -> bool:
+    """Write the load of a rank on which running requests do not hold `num_left` pages, and may come
+    to take `most_growth`. If a request of `enough` pages fits even then, write its pages too.
+    Return whether they need a forecast instead."""
     assert 0 <= dp_rank < len(rooms)
     room = rooms[dp_rank]
     room.num_running, room.num_ahead, room.has_row = num_running, num_ahead, has_row
     room.soonest_end = soonest_end
     room.is_open, room.floor, room.most_tokens = has_row and can_admit, floor, most_tokens
-
-
-@compiled("(rooms[::1], int64, int64, int64)", rooms=ROOM)
-def write_ample(rooms: Rooms, dp_rank: int, num_in_use: int, most_growth: int) -> None:
-    """Write the pages of a rank where any request fits, so that no forecast is needed."""
-    assert 0 <= dp_rank < len(rooms)
-    room = rooms[dp_rank]
+    if num_left - most_growth < enough:
+        return True
+    num_in_use = room.total - num_left
     room.num_in_use, room.peak, room.most = num_in_use, 0, num_in_use + most_growth
     for j in range(len(room.pages)):
         room.pages[j] = num_in_use
+    return False
 
 
 @compiled("(rooms[::1], int64[::1], int64[:, ::1], int64)", rooms=ROOM)
@@ -121,8 +127,8 @@ def write_loads(rooms: Rooms, loads: IntpArray, outlooks: IntpArray, enough: int
     these are, bool[ranks]: a request of `enough` pages may not fit after the greatest growth.
 
     Args:
-        loads: int64[7 * ranks], for each rank the arguments of `write_load`, and the pages left:
-            those that no running request holds.
+        loads: int64[7 * ranks], for each rank the arguments of `write_load` up to the pages left,
+            except the steps until the first end.
         outlooks: the result of `Ranks.outlooks`.
     """
     is_counted = np.zeros(len(rooms), np.bool_)
@@ -133,7 +139,7 @@ def write_loads(rooms: Rooms, loads: IntpArray, outlooks: IntpArray, enough: int
         num_running, num_ahead, has_row, can_admit, floor, most_tokens, num_left = load
         soonest_end, most_growth = outlooks[k]
         soonest_end = 1 if soonest_end < 0 else soonest_end
-        write_load(
+        is_counted[k] = write_load(
             rooms,
             k,
             num_running,
@@ -143,10 +149,10 @@ def write_loads(rooms: Rooms, loads: IntpArray, outlooks: IntpArray, enough: int
             can_admit > 0,
             floor,
             most_tokens,
+            num_left,
+            most_growth,
+            enough,
         )
-        is_counted[k] = num_left - most_growth < enough
-        if not is_counted[k]:
-            write_ample(rooms, k, rooms[k].total - num_left, most_growth)
     return is_counted
 
 

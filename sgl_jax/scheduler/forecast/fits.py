@@ -29,8 +29,9 @@ NO_RANK = -1
 MAY_START, MAY_HOLD = -1, -2
 # Below every priority.
 NO_FLOOR = int(np.iinfo(np.int64).min)
-# More tokens than any request has.
+# More tokens than any request has, and than any rank costs.
 NO_LIMIT = int(np.iinfo(np.int32).max)
+NO_COST = int(np.iinfo(np.int64).max)
 
 # A rank may run this many requests more than the least busy rank, or this share of them more; each
 # further request counts as a step full of prompt tokens.
@@ -177,7 +178,7 @@ def pages_short(
 
 
 @compiled(
-    "(room, option, need, boolean, int64, int64, float64[:, :, ::1], int64[::1])",
+    "(room, option, need, boolean, int64, int64, int64, float64[:, :, ::1], int64[::1])",
     room=ROOM,
     option=OPTION,
     need=NEED,
@@ -189,13 +190,18 @@ def _try_rank(
     is_open_tenant: bool,
     num_unskewed: int,
     step_tokens: int,
+    most_cost: int,
     chances: Float64Array,
     moments: IntpArray,
 ) -> None:
     """Fill in `is_uncounted`, `fits`, `cost` and `is_full`. A rank with more than `num_unskewed`
-    requests costs more."""
+    requests costs more. A rank that costs more than `most_cost` is not tried: it does not fit."""
     num_pages, num_tokens = need.pages, need.tokens - option.num_read
     option.fits = option.is_uncounted = False
+    num_skewed = max(room.num_running - num_unskewed, 0)
+    option.cost = num_tokens - option.num_spared + room.num_ahead + step_tokens * num_skewed
+    if option.cost > most_cost:
+        return
     has_tokens = _has_tokens(
         need.priority, num_tokens, room.floor, room.most_tokens, is_open_tenant
     )
@@ -207,14 +213,12 @@ def _try_rank(
         if not option.fits and option.in_use > 0:
             num_pages -= option.in_use
             option.fits = _pages_short(room, need, num_pages, chances, moments, each_page) <= 0
-    num_skewed = max(room.num_running - num_unskewed, 0)
-    option.cost = num_tokens - option.num_spared + room.num_ahead + step_tokens * num_skewed
     option.is_full = room.pages[room.peak] + num_pages > FULL_PART * room.total
 
 
 @compiled(
     "(rooms[::1], options[::1], int64, int64, needs[::1], int64, boolean[:, ::1], int64, int64, "
-    "float64[:, :, ::1], int64[::1])",
+    "boolean, float64[:, :, ::1], int64[::1])",
     rooms=ROOM,
     options=OPTION,
     needs=NEED,
@@ -229,6 +233,7 @@ def find_cheapest(
     open_tenants: BoolArray,
     tenant: int,
     step_tokens: int,
+    tries_all: bool,
     chances: Float64Array,
     moments: IntpArray,
 ) -> tuple[int, int, int]:
@@ -243,6 +248,7 @@ def find_cheapest(
         open_tenants: bool[ranks, tenants], not bound by `ROOM.most_tokens`.
         tenant: the tenant of the request.
         step_tokens: prompt tokens of the step.
+        tries_all: whether `fits` is needed also of ranks that cost more than another that fits.
         chances, moments: `OutputLengths.chances`, `MOMENTS`.
     """
     assert 0 <= first < end <= len(rooms) == len(options) == len(open_tenants)
@@ -252,10 +258,10 @@ def find_cheapest(
     for k in range(len(rooms)):
         least = min(least, rooms[k].num_running)
     num_unskewed = int(least + max(MAX_SKEW_REQUESTS, MAX_SKEW_SHARE * least))
-    best, num_others, num_uncounted = NO_RANK, 0, 0
+    best, num_others, num_uncounted, most = NO_RANK, 0, 0, NO_COST
     for k in range(first, end):
         room, option, is_open = rooms[k], options[k], open_tenants[k, tenant]
-        _try_rank(room, option, need, is_open, num_unskewed, step_tokens, chances, moments)
+        _try_rank(room, option, need, is_open, num_unskewed, step_tokens, most, chances, moments)
         num_uncounted += option.is_uncounted
         if option.fits:
             if best != NO_RANK:
@@ -266,6 +272,8 @@ def find_cheapest(
                 if cost > least or (cost == least and not is_better):
                     continue
             best = k
+            if not tries_all:
+                most = option.cost
     for k in range(first, end):
         option = options[k]
         # A wait for a row ends with the first request or later.

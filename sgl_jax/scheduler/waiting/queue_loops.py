@@ -317,13 +317,16 @@ def pass_over(
     assert 0 <= tenant[started] < len(turns)
     started_turn, started_priority = turns[tenant[started]], needs[started].priority
     for line in range(end):
-        if not may_run[line] or not lines.is_waiting[line] or lines.held_until[line]:
+        if not lines.is_waiting[line]:
             continue
         assert 0 <= tenant[line] < len(turns)
         turn, need = turns[tenant[line]], needs[line]
         is_before = turn < started_turn
         if turn == started_turn:
             is_before = arrival[line] < arrival[started]
+        # Usually most lines come later.
+        if not (is_before or was_due) or not may_run[line] or lines.held_until[line]:
+            continue
         if is_before and need.priority >= started_priority:
             num_passes, is_large = 1, need.pages - cached_pages[line] > num_free
             if is_large and cached_pages[started] <= cached_pages[line]:

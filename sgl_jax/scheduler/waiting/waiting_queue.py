@@ -295,7 +295,13 @@ class WaitingQueue:
         return short
 
     def find_cheapest(
-        self, request: Request, offer: Offer, options: Options, ranks: range, step_tokens: int
+        self,
+        request: Request,
+        offer: Offer,
+        options: Options,
+        ranks: range,
+        step_tokens: int,
+        tries_all: bool,
     ) -> tuple[int, int, int]:
         """Return `fits.find_cheapest` of `request` on `ranks`, with its `options`, OPTION[all
         ranks]. The step has `step_tokens` prompt tokens."""
@@ -310,6 +316,7 @@ class WaitingQueue:
             offer.open_tenants,
             request.tenant,
             step_tokens,
+            tries_all,
             self._lengths.chances,
             MOMENTS,
         )
