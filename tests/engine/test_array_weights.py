@@ -236,6 +236,28 @@ def test_a_first_tensor_that_cannot_be_taken_changes_nothing(
     assert outputs(engine) == of_new[1]
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_refusal_says_what_generation_waits_for(
+    engine: Engine, new: dict[str, Any], mode: Any
+) -> None:
+    """Memory that was released, and weights only if some were deleted."""
+    unknown = {"own": new["model.norm.weight"]}
+    waits = "generation stays paused until "
+    engine.release_memory_occupation(["kv_cache"])
+    with pytest.raises(InvalidRequestError, match=f"; {waits}kv_cache is resumed$"):
+        engine.update_weights(unknown, version="bad", mode=mode)
+    engine.release_memory_occupation(["weights"])
+    with pytest.raises(InvalidRequestError, match=f"{waits}an update is complete and kv_cache is"):
+        engine.update_weights(unknown, version="bad", mode=mode)
+    engine.resume_memory_occupation()
+    with pytest.raises(InvalidRequestError, match=f"; {waits}an update is complete$"):
+        engine.update_weights(unknown, version="bad", mode=mode)
+    engine.update_weights(new, version="new")
+    with pytest.raises(InvalidRequestError) as error:
+        engine.update_weights(unknown, version="bad", mode=mode)
+    assert waits not in str(error.value)
+
+
 def test_bodies_are_collected_until_nothing_is_missing(
     engine: Engine, new: dict[str, Any], of_new: Any
 ) -> None:

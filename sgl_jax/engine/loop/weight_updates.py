@@ -184,8 +184,10 @@ class WeightUpdates:
         if "RESOURCE_EXHAUSTED" in text:
             text = f"the devices have no room for a second set of weights; use chunked: {text}"
         self._unblock()
-        if self.is_blocking:
-            text += "; generation stays paused until an update is complete"
+        awaited = ["an update is complete"] if self._core.executor.weights.is_mixed else []
+        awaited += ["kv_cache is resumed"] if self._has_no_pools else []
+        if awaited:
+            text += f"; generation stays paused until {' and '.join(awaited)}"
         return refusal(message, text, code="weights_refused", param="tensors")
 
     def _updated(self, message: _UpdateMessage, what: str, num_running: int) -> Reply:
