@@ -18,7 +18,11 @@ from sgl_jax.checkpoint.arriving import ArrivingWeights
 from sgl_jax.checkpoint.tensor_files import TensorFiles
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import CancelCall, PauseGeneration
-from sgl_jax.core.weight_messages import UpdateWeightsFromDisk, UpdateWeightsFromTensor
+from sgl_jax.core.weight_messages import (
+    UpdateWeightsFromDisk,
+    UpdateWeightsFromTensor,
+    UpdateWeightVersion,
+)
 from tests.models.draft_reference import random_weights, write_checkpoint
 from tests.support.long import long
 from tests.support.waiting import until
@@ -256,6 +260,35 @@ def test_a_refusal_says_what_generation_waits_for(
     with pytest.raises(InvalidRequestError) as error:
         engine.update_weights(unknown, version="bad", mode=mode)
     assert waits not in str(error.value)
+
+
+@pytest.mark.parametrize("abort_all_requests", [False, True])
+def test_served_weights_may_get_another_label(
+    engine: Engine, new: dict[str, Any], abort_all_requests: bool
+) -> None:
+    """Requests keep their KV and are of both labels, or end; the prefix cache is kept."""
+    outputs(engine)
+    before = engine._engine.frontend.num_weight_changes
+    running = engine.stream([8] * 20, {"max_new_tokens": 90, "ignore_eos": True})
+    next(running)
+    message = UpdateWeightVersion(new_version="label", abort_all_requests=abort_all_requests)
+    assert engine._engine.checked_call(message)["new_version"] == "label"
+    assert engine.info["weight_version"] == "label"
+    *_, last = running
+    if abort_all_requests:
+        assert last.finish_reason
+        assert last.finish_reason.type == "abort"
+        assert last.weight_versions == ((0, str(GOLDEN)),)
+    else:
+        (first, _), (start, version) = last.weight_versions
+        assert (first, version) == (0, "label")
+        assert 0 < start < len(last.output_ids) == 90
+        assert not last.has_old_kv
+    (again,) = engine.generate([PROMPTS[1]], {"max_new_tokens": 1})
+    assert again.cached_tokens == 16
+    assert again.weight_versions == ((0, "label"),)
+    assert engine._engine.frontend.num_weight_changes == before
+    engine.update_weights(new, version="new")
 
 
 def test_bodies_are_collected_until_nothing_is_missing(
