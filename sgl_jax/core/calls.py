@@ -55,6 +55,14 @@ class WeightsUpdated(msgspec.Struct, frozen=True, omit_defaults=True):
     num_missing: int = 0
 
 
+class VersionUpdated(msgspec.Struct, frozen=True):
+    """The label of the served weights."""
+
+    success: bool
+    message: str
+    new_version: str
+
+
 class SettingsChanged(msgspec.Struct, frozen=True):
     """The changed settings with their new values."""
 

@@ -151,10 +151,11 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class WeightsChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """All tokens after this message are from the weights `version`. The requests `kept_rids` keep
-    KV of earlier weights."""
+    KV of earlier weights. With `is_label`, the weights are the same."""
 
     version: str
     kept_rids: list[str] = []
+    is_label: bool = False
 
 
 class EngineFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):

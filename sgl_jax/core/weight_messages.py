@@ -46,6 +46,14 @@ class UpdateWeightsFromDisk(WithReply, frozen=True, kw_only=True, tag=True):
     abort_all_requests: Annotated[bool, doc("end all requests first")] = False
 
 
+@call("relabel", calls.VersionUpdated, "/update_weight_version", is_admin=True)
+class UpdateWeightVersion(WithReply, frozen=True, kw_only=True, tag=True):
+    """Give the served weights another label. Requests that are not aborted go on."""
+
+    new_version: Annotated[str, MaxLen(MAX_VERSION_CHARS), doc("label in answers")]
+    abort_all_requests: Annotated[bool, doc("end all requests first")] = True
+
+
 @call("from_tensors", calls.WeightsUpdated, is_admin=True, timeout_s=3600.0)
 class UpdateWeightsFromTensor(WithReply, frozen=True, kw_only=True, tag=True):
     """Take tensors of new weights, which are served once all have arrived.
@@ -91,4 +99,10 @@ class ResumeMemory(WithReply, frozen=True, kw_only=True, tag=True):
     tags: _Tags = None
 
 
-WeightMessage = UpdateWeightsFromDisk | UpdateWeightsFromTensor | ReleaseMemory | ResumeMemory
+WeightMessage = (
+    UpdateWeightsFromDisk
+    | UpdateWeightsFromTensor
+    | UpdateWeightVersion
+    | ReleaseMemory
+    | ResumeMemory
+)

@@ -71,6 +71,12 @@ def row_blocks() -> RowBlocks | None:
     return _blocks.get()
 
 
+def row_multiply() -> Multiply | None:
+    """Return the kernel that multiplies invariant rows; None if `row_wise` products of XLA do."""
+    blocks = _blocks.get()
+    return None if blocks is None else blocks.multiply
+
+
 def bound_to_block(x: jax.Array) -> jax.Array:
     """Return x, which the compiler cannot move out of the loop if a block is traced."""
     number = _block.get()
@@ -121,10 +127,9 @@ def matmul(
     x: jax.Array, matrix: jax.Array, dtype: DTypeLike | None = None, *, transposed: bool = False
 ) -> jax.Array:
     """Multiply x [rows, in] with a matrix [in, out] or, if `transposed`, [out, in], row-wise."""
-    blocks = _blocks.get()
-    if blocks is not None and blocks.multiply is not None:
+    if (multiply := row_multiply()) is not None:
         own, layer = dtype or x.dtype, jnp.int32(0)
-        return blocks.multiply(x, matrix[None], layer, transposed=transposed, dtype=own)
+        return multiply(x, matrix[None], layer, transposed=transposed, dtype=own)
 
     def product(rows: jax.Array) -> jax.Array:
         own = matrix.T if transposed else matrix

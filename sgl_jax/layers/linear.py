@@ -14,7 +14,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from sgl_jax.kernels.grouped_matmul.interface import GroupedMatmul, GroupMatrices
-from sgl_jax.kernels.row_blocks import row_blocks, row_wise
+from sgl_jax.kernels.row_blocks import row_multiply, row_wise
 from sgl_jax.layers.layer_weights import use_stacks, use_weight
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS, MeshAxes, scatter_sum, sum_over_tensor
 from sgl_jax.layers.parameter import parameter
@@ -74,15 +74,13 @@ def _product(x: jax.Array, weight: nnx.Param[Any], *, casts: bool = False) -> ja
     If it `casts`, x may have another dtype than the matrix.
     """
 
-    def multiply(rows: jax.Array, matrix: jax.Array) -> jax.Array:
-        return jnp.matmul(rows.astype(matrix.dtype) if casts else rows, matrix)
-
     def of_rows(rows: jax.Array) -> jax.Array:
-        return use_weight(weight, lambda matrix: multiply(rows, matrix))
+        def multiply(matrix: jax.Array) -> jax.Array:
+            return jnp.matmul(rows.astype(matrix.dtype) if casts else rows, matrix)
 
-    blocks = row_blocks()
-    multiply_rows = None if blocks is None else blocks.multiply
-    if multiply_rows is None:
+        return use_weight(weight, multiply)
+
+    if (multiply_rows := row_multiply()) is None:
         result: jax.Array = row_wise(of_rows, x)
         return result
 

@@ -117,6 +117,8 @@ class Sample:
             "sampling_params": slime_sampling(NUM_TOKENS - len(self.tokens), self.seed),
             "return_logprob": True,
             "input_ids": PROMPT + self.tokens,
+            "return_routed_experts": False,
+            "return_indexer_topk": False,
         }
         output = calls.post("/generate", payload).json()
         meta = output["meta_info"]
@@ -189,10 +191,11 @@ def test_miles_pauses_without_an_abort(calls: Calls, policies: list[str], mode: 
     def update(path: str, version: str) -> None:
         calls.post("/pause_generation", {"mode": mode})
         calls.until_ok("/flush_cache")
-        calls.post("/begin_weight_update", {})
-        body = {"model_path": path, "load_format": "auto", "weight_version": version}
-        calls.post("/update_weights_from_disk", body)
+        calls.post("/begin_weight_update", {"selector": "all"})
+        calls.post("/update_weights_from_disk", {"model_path": path, "load_format": "auto"})
         assert calls.post("/end_weight_update", {}).json()["success"]
+        label = {"new_version": version, "abort_all_requests": False}
+        assert calls.post("/update_weight_version", label).json()["success"]
         calls.post("/continue_generation", {})
         assert calls.get("/model_info").json()["weight_version"] == version
 
@@ -208,6 +211,23 @@ def test_miles_pauses_without_an_abort(calls: Calls, policies: list[str], mode: 
     calls.post("/resume_memory_occupation", {"tags": None})
     update(same, f"{mode} 3")
     assert_equal(rollout(calls), whole)
+
+
+@pytest.mark.long
+def test_miles_scores_samples_as_prompts(calls: Calls) -> None:
+    samples = rollout(calls)
+    calls.post("/flush_cache", {})
+    sampling = slime_sampling(0, seed=0) | {"temperature": 0}
+    payload = {
+        "input_ids": [PROMPT + own.tokens for own in samples],
+        "sampling_params": sampling,
+        "return_logprob": True,
+        "logprob_start_len": len(PROMPT) - 1,
+    }
+    for own, answer in zip(samples, calls.post("/generate", payload).json(), strict=True):
+        scored = answer["meta_info"]["input_token_logprobs"][-NUM_TOKENS:]
+        assert [item[1] for item in scored] == own.tokens
+        assert [item[0] for item in scored] == pytest.approx(own.logprobs, abs=1e-4)
 
 
 @pytest.mark.long

@@ -18,7 +18,11 @@ from sgl_jax.checkpoint.arriving import ArrivingWeights
 from sgl_jax.checkpoint.tensor_files import TensorFiles
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.messages import CancelCall, PauseGeneration
-from sgl_jax.core.weight_messages import UpdateWeightsFromDisk, UpdateWeightsFromTensor
+from sgl_jax.core.weight_messages import (
+    UpdateWeightsFromDisk,
+    UpdateWeightsFromTensor,
+    UpdateWeightVersion,
+)
 from tests.models.draft_reference import random_weights, write_checkpoint
 from tests.support.long import long
 from tests.support.waiting import until
@@ -234,6 +238,57 @@ def test_a_first_tensor_that_cannot_be_taken_changes_nothing(
         engine.update_weights({"own": new["model.norm.weight"]}, version="bad", mode=mode)
     assert (engine.info["is_paused"], engine.info["weight_version"]) == (False, "new")
     assert outputs(engine) == of_new[1]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_refusal_says_what_generation_waits_for(
+    engine: Engine, new: dict[str, Any], mode: Any
+) -> None:
+    """Memory that was released, and weights only if some were deleted."""
+    unknown = {"own": new["model.norm.weight"]}
+    waits = "generation stays paused until "
+    engine.release_memory_occupation(["kv_cache"])
+    with pytest.raises(InvalidRequestError, match=f"; {waits}kv_cache is resumed$"):
+        engine.update_weights(unknown, version="bad", mode=mode)
+    engine.release_memory_occupation(["weights"])
+    with pytest.raises(InvalidRequestError, match=f"{waits}an update is complete and kv_cache is"):
+        engine.update_weights(unknown, version="bad", mode=mode)
+    engine.resume_memory_occupation()
+    with pytest.raises(InvalidRequestError, match=f"; {waits}an update is complete$"):
+        engine.update_weights(unknown, version="bad", mode=mode)
+    engine.update_weights(new, version="new")
+    with pytest.raises(InvalidRequestError) as error:
+        engine.update_weights(unknown, version="bad", mode=mode)
+    assert waits not in str(error.value)
+
+
+@pytest.mark.parametrize("abort_all_requests", [False, True])
+def test_served_weights_may_get_another_label(
+    engine: Engine, new: dict[str, Any], abort_all_requests: bool
+) -> None:
+    """Requests keep their KV and are of both labels, or end; the prefix cache is kept."""
+    outputs(engine)
+    before = engine._engine.frontend.num_weight_changes
+    running = engine.stream([8] * 20, {"max_new_tokens": 90, "ignore_eos": True})
+    next(running)
+    message = UpdateWeightVersion(new_version="label", abort_all_requests=abort_all_requests)
+    assert engine._engine.checked_call(message)["new_version"] == "label"
+    assert engine.info["weight_version"] == "label"
+    *_, last = running
+    if abort_all_requests:
+        assert last.finish_reason
+        assert last.finish_reason.type == "abort"
+        assert last.weight_versions == ((0, str(GOLDEN)),)
+    else:
+        (first, _), (start, version) = last.weight_versions
+        assert (first, version) == (0, "label")
+        assert 0 < start < len(last.output_ids) == 90
+        assert not last.has_old_kv
+    (again,) = engine.generate([PROMPTS[1]], {"max_new_tokens": 1})
+    assert again.cached_tokens == 16
+    assert again.weight_versions == ((0, "label"),)
+    assert engine._engine.frontend.num_weight_changes == before
+    engine.update_weights(new, version="new")
 
 
 def test_bodies_are_collected_until_nothing_is_missing(

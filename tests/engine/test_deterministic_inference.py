@@ -11,7 +11,9 @@ import pytest
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.engine.offline import Engine
 from tests.engine.test_draft_layer import Drafting, eagle3, latents, mtp, windows
+from tests.engine.test_host_memory import is_moving
 from tests.support.long import long
+from tests.support.waiting import until
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 MODELS = Path(__file__).parents[2] / "models"
@@ -92,7 +94,6 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"dp_size": 2},
     {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 3},
     {"quantization": "int8"},
-    {"enable_hierarchical_cache": True, "hicache_ratio": 2.0, "disable_radix_cache": False},
     {"dtype": "bfloat16"},
 )
 
@@ -105,6 +106,24 @@ def test_answers_do_not_depend_on_the_batch(family: str) -> None:
 @pytest.mark.parametrize("settings", long(*VARIANTS), ids=str)
 def test_so_it_is_with_other_settings(settings: dict[str, Any]) -> None:
     check(GOLDEN / "qwen3", **settings)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3_next", "deepseek_v3"])
+def test_so_it_is_for_prefixes_from_host_memory(family: str) -> None:
+    """The pool is too small for all prompts."""
+    first, *others = prompts()
+    host = {"enable_hierarchical_cache": True, "hicache_ratio": 20.0, "max_total_tokens": 256}
+    with make_engine(GOLDEN / family, disable_radix_cache=True) as engine:
+        (alone,) = answers(engine, [first])
+    with make_engine(GOLDEN / family, **host) as engine:
+        for _ in range(3):
+            assert answers(engine, [first])[0] == alone
+            answers(engine, others)
+            until(lambda: not is_moving(engine), "transfers end")
+        assert answers(engine, [*others, first])[-1] == alone
+        counters = engine.server_info()["counters"]
+    assert counters["host_fetched_tokens"] >= 3 * PAGE
 
 
 @pytest.mark.parametrize("name", long("demo", "demo_hybrid"))

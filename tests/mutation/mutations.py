@@ -4609,8 +4609,8 @@ MUTATIONS = (
     Mutation(
         "deterministic: let XLA order the sums of a product",
         _ROW_BLOCKS,
-        "if blocks is not None and blocks.multiply is not None:",
-        "if blocks is None:",
+        "return None if blocks is None else blocks.multiply",
+        "return None",
     ),
     Mutation(
         "deterministic: add chips by an all-reduce",

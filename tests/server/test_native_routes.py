@@ -53,14 +53,14 @@ async def test_an_answer_says_which_weights_its_tokens_are_of(rig: Rig) -> None:
     rig.front.handle(WeightsChanged(version="2", kept_rids=[*streams, "gone"]))
     metas = [each["meta_info"] for each in await answering]
     assert (metas[0]["weight_version"], metas[-1]["weight_version"]) == ("default", "2")
-    (first, start) = metas[-1]["weight_versions"]
-    assert first == [0, "default"]
-    assert 5 <= start[0] < 40
-    assert start[1] == "2"
+    (first, last) = metas[-1]["weight_versions"]
+    assert 5 <= first["end"] < 40
+    assert first == {"version": "default", "start": 0, "end": first["end"]}
+    assert last == {"version": "2", "start": first["end"], "end": 40}
     assert metas[-1]["has_old_kv"]
     assert "weight_versions" not in metas[0]
     (answer,) = await generate(rig, input_ids=[[70]], sampling_params={"max_new_tokens": 1})
-    assert answer["meta_info"]["weight_versions"] == [[0, "2"]]
+    assert answer["meta_info"]["weight_versions"] == [{"version": "2", "start": 0, "end": 1}]
     assert "has_old_kv" not in answer["meta_info"]
 
 
@@ -80,7 +80,8 @@ async def test_weights_without_a_token_are_not_named(rig: Rig) -> None:
     end = RequestOutput(rid, token_ids=[], cached_tokens=0, dp_rank=0, finish=finish)
     rig.front.handle(OutputBatch(outputs=[end]))
     meta = (await answering)["meta_info"]
-    assert (meta["weight_version"], meta["weight_versions"]) == ("default", [[0, "default"]])
+    span = {"version": "default", "start": 0, "end": meta["completion_tokens"]}
+    assert (meta["weight_version"], meta["weight_versions"]) == ("default", [span])
 
 
 async def test_a_stream_repeats_all_so_far(rig: Rig) -> None:

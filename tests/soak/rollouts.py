@@ -193,8 +193,8 @@ class Rollouts:
         (answer,) = await self._generate(body)
         self._check(self._prompts[i], answer, rng)
         versions = answer["meta_info"]["weight_versions"]
-        end = versions[1][0] if len(versions) > 1 else len(answer["output_ids"])
-        wanted = self._greedy[policy_of(versions[0][1]), i][:end]
+        end = versions[0]["end"]
+        wanted = self._greedy[policy_of(versions[0]["version"]), i][:end]
         got = answer["output_ids"][:end]
         if got != wanted[: len(got)]:
             at = first_difference(wanted[: len(got)], got)
@@ -218,7 +218,7 @@ class Rollouts:
             self._check(prompt, answer, rng)
             self.counts["resumed"] += bool(ids and answer["output_ids"])
             ids += answer["output_ids"]
-            labels += [label for _, label in answer["meta_info"]["weight_versions"]]
+            labels += [span["version"] for span in answer["meta_info"]["weight_versions"]]
             has_old_kv |= answer["meta_info"].get("has_old_kv", False)
         policies = {policy_of(label) for label in labels}
         if len(policies) == 1 and not has_old_kv:
@@ -267,12 +267,14 @@ class Rollouts:
         if finish == "abort":
             self.counts["cut short"] += not may_be_cut
         assert [entry[1] for entry in meta["output_token_logprobs"]] == ids
-        starts, labels = zip(*versions, strict=True)
+        labels, starts, ends = (
+            [span[name] for span in versions] for name in ("version", "start", "end")
+        )
         numbers = [int(label.partition(":")[0]) for label in labels]
-        assert starts[0] == 0, versions
-        assert list(starts) == sorted(set(starts)), versions
+        assert starts == [0, *ends[:-1]], versions
+        assert ends[-1] == len(ids), versions
+        assert all(start < end for start, end in zip(starts, ends, strict=True)) or not ids
         assert numbers == sorted(set(numbers)), versions
-        assert starts[-1] < max(len(ids), 1), versions
         assert labels[-1] == meta["weight_version"], versions
         if meta.get("has_old_kv"):
             assert not self._trainer.kept.isdisjoint(labels), f"old KV without keep_cache: {labels}"
@@ -283,7 +285,7 @@ class Rollouts:
         elif rng.random() > _SCORED_SHARE:
             return
         values = _logprobs(answer)
-        for start, end, label in zip(starts, (*starts[1:], len(ids)), labels, strict=True):
+        for start, end, label in zip(starts, ends, labels, strict=True):
             if end > start:
                 span = Span(prompt + ids[:start], ids[start:end], values[start:end])
                 self._unscored[policy_of(label)].append(span)
@@ -294,7 +296,8 @@ class Rollouts:
         versions = answer["meta_info"]["weight_versions"]
         is_whole = len(answer["output_ids"]) == self._lengths[i] and len(versions) == 1
         if is_whole and not answer["meta_info"].get("has_old_kv"):
-            self._compare_ids((policy_of(versions[0][1]), i, kind, number), answer["output_ids"])
+            key = policy_of(versions[0]["version"]), i, kind, number
+            self._compare_ids(key, answer["output_ids"])
 
     def _compare_ids(self, key: tuple[int, int, str, int], ids: list[int]) -> None:
         """A near tie cannot be told from outside, so differences are counted."""

@@ -84,9 +84,13 @@ async def test_tokens_of_other_weights_than_named_are_noticed(tmp_path: Path) ->
 
     def answer(*versions: tuple[int, str], **meta: bool) -> Any:
         entries = [[-0.5, 7, None], [-1.5, 8, None]]
+        ends = [*(start for start, _ in versions[1:]), 2]
         facts = {
             "finish_reason": {"type": "length"},
-            "weight_versions": versions,
+            "weight_versions": [
+                {"version": version, "start": start, "end": end}
+                for (start, version), end in zip(versions, ends, strict=True)
+            ],
             "weight_version": versions[-1][1],
             "output_token_logprobs": entries,
         }

@@ -321,7 +321,7 @@ class Frontend:
     def _note_weights(self, message: WeightsChanged) -> None:
         with self._lock:
             self.weight_version = message.version
-            self.num_weight_changes += 1
+            self.num_weight_changes += not message.is_label
             for stream in self._streams.values():
                 stream.note_weights(message.version)
             for rid in message.kept_rids:

@@ -20,6 +20,7 @@ from sgl_jax.core.weight_messages import (
     ResumeMemory,
     UpdateWeightsFromDisk,
     UpdateWeightsFromTensor,
+    UpdateWeightVersion,
 )
 from sgl_jax.engine.channels import Channel
 from sgl_jax.engine.loop.step_pipeline import StepPipeline
@@ -184,13 +185,30 @@ class WeightUpdates:
         if "RESOURCE_EXHAUSTED" in text:
             text = f"the devices have no room for a second set of weights; use chunked: {text}"
         self._unblock()
-        if self.is_blocking:
-            text += "; generation stays paused until an update is complete"
+        awaited = ["an update is complete"] if self._core.executor.weights.is_mixed else []
+        awaited += ["kv_cache is resumed"] if self._has_no_pools else []
+        if awaited:
+            text += f"; generation stays paused until {' and '.join(awaited)}"
         return refusal(message, text, code="weights_refused", param="tensors")
 
     def _updated(self, message: _UpdateMessage, what: str, num_running: int) -> Reply:
         num_running = 0 if message.abort_all_requests else num_running
         return answer(message, calls.WeightsUpdated(True, f"serving {what}", num_running))
+
+    def relabel(self, message: UpdateWeightVersion) -> Reply:
+        """Give the served weights another label, for tokens after this call."""
+        self._settle()
+        self._abort_if_asked(message)
+        version = message.new_version
+        self._core.channel.send(WeightsChanged(version=version, is_label=True))
+        self._core.change_info(weight_version=version)
+        text = f"the weights are now {version!r}"
+        return answer(message, calls.VersionUpdated(True, text, version))
+
+    def _abort_if_asked(self, message: _UpdateMessage | UpdateWeightVersion) -> None:
+        if message.abort_all_requests:
+            ended = AbortRequest(abort_all=True, message="the weights were updated")
+            self._core.scheduler.handle(ended)
 
     def release(self, message: ReleaseMemory) -> Reply:
         """Delete weights or pools; no step runs until both are there again."""
@@ -230,9 +248,7 @@ class WeightUpdates:
     def _after_change(self, message: _UpdateMessage, version: str, **facts: Any) -> None:
         """End, retract or mark the requests of the old weights, and continue with the new."""
         core = self._core
-        if message.abort_all_requests:
-            ended = AbortRequest(abort_all=True, message="the weights were updated")
-            core.scheduler.handle(ended)
+        self._abort_if_asked(message)
         kept: list[str] = []
         try:
             kept = self._give_up_kv(keeps_running=message.keep_cache)

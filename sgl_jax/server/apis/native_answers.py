@@ -16,12 +16,19 @@ from sgl_jax.text.tokenizer import Tokenizer
 NativeLogprob = tuple[float | None, int, str | None]  # log-probability, token id, text
 
 
+class VersionSpan(Struct, frozen=True):
+    """The output tokens from `start` to `end` are from one version of the weights."""
+
+    version: str
+    start: int
+    end: int
+
+
 class MetaInfo(Struct, frozen=True):
     """Facts of an answer in addition to its text. At the end, `e2e_latency` is in seconds,
-    `weight_versions` has the first token of each version of the weights, `has_old_kv` is true if KV
-    of earlier weights was kept, and `routed_experts` is base64 of int32 [tokens, layers, top_k].
-    `hidden_states` has a list of the prompt's vectors, then the vector of each output token but
-    the last."""
+    `weight_versions` covers the output tokens, `has_old_kv` is true if KV of earlier weights was
+    kept, and `routed_experts` is base64 of int32 [tokens, layers, top_k]. `hidden_states` has a
+    list of the prompt's vectors, then the vector of each output token but the last."""
 
     id: str
     prompt_tokens: int
@@ -31,7 +38,7 @@ class MetaInfo(Struct, frozen=True):
     dp_rank: int
     weight_version: str  # of the last token
     e2e_latency: float | UnsetType = UNSET
-    weight_versions: list[tuple[int, str]] | UnsetType = UNSET
+    weight_versions: list[VersionSpan] | UnsetType = UNSET
     has_old_kv: bool | UnsetType = UNSET
     routed_experts: str | UnsetType = UNSET
     hidden_states: list[Any] | UnsetType = UNSET
@@ -115,6 +122,12 @@ def describe(stream: RequestStream, chunk: Chunk, **logprobs: Any) -> MetaInfo:
         name, value = more.get(finish.type, ("message", finish.message))
         reason = {"type": finish.type, name: value}
     experts = None if finish is None else stream.routed_experts
+    versions = stream.weight_versions
+    ends = [*(start for start, _ in versions[1:]), num_tokens]
+    spans = [
+        VersionSpan(version, start, end)
+        for (start, version), end in zip(versions, ends, strict=True)
+    ]
     return MetaInfo(
         id=stream.client_rid,
         prompt_tokens=stream.num_prompt_tokens,
@@ -122,9 +135,9 @@ def describe(stream: RequestStream, chunk: Chunk, **logprobs: Any) -> MetaInfo:
         cached_tokens=stream.cached_tokens,
         finish_reason=reason,
         dp_rank=stream.dp_rank,
-        weight_version=stream.weight_versions[-1][1],
+        weight_version=versions[-1][1],
         e2e_latency=UNSET if finish is None else stream.e2e_latency_s,
-        weight_versions=UNSET if finish is None else stream.weight_versions,
+        weight_versions=UNSET if finish is None else spans,
         has_old_kv=True if finish is not None and stream.has_old_kv else UNSET,
         routed_experts=UNSET if experts is None else base64.b64encode(experts.tobytes()).decode(),
         hidden_states=UNSET if finish is None else _hidden_states(stream),
