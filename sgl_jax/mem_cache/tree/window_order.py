@@ -1,19 +1,19 @@
 """The order in which pages of a window, or snapshots of states, are evicted while tokens stay.
 
-Pages of an edge have three levels, by their use for later prompts:
+Pages of an edge have four levels, by their use for later prompts:
 
 - `SPARE`: no known prompt ends or branches at a position that reads them.
 - `CHECKPOINT`: the windows before points that are 1, 2, 4, ... pages before the end of the edge,
   and before each multiple of 16 windows. So a prompt that newly branches off loses at most as much
   as its distance to the end.
+- `PASSED`: the window before the end of an edge where a single path continues.
 - `END`: the window before the end of a leaf, or before a branch. If a leaf may leave the tree, its
-  pages leave with it, so they are listed only for nodes that stay. Where only one path continues,
-  nothing ends: a conversation has passed there.
+  pages leave with it, so they are listed only for nodes that stay.
 
-While conversations only continue, spare pages and checkpoints go before any conversation loses its
-end, because an order by age would lose all ends at once when conversations take turns. How much
-they are worth in relation to ends is learned from lookups: of the prompts that continue a cached
-prefix, how many do so elsewhere than at the end of an earlier prompt.
+While conversations only continue, all other pages go before any conversation loses its end, because
+an order by age would lose all ends at once when conversations take turns. How much the others are
+worth in relation to ends is learned from lookups: of the prompts that continue a cached prefix, how
+many do so elsewhere than at the end of an earlier prompt.
 
 A node is listed at each level with pages to take, by its number of uses and the time when its
 windows were last read. The policy estimates its rate of use, and a level weights that rate.
@@ -30,8 +30,8 @@ from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.eviction.eviction_policy import EvictionQueue
 from sgl_jax.mem_cache.tree_node import ReadTime, TreeNode
 
-SPARE, CHECKPOINT, END = range(3)
-WEIGHTS = (0.1, 0.3, 4.0)
+SPARE, CHECKPOINT, PASSED, END = range(4)
+WEIGHTS = (0.1, 0.3, 4.0, 4.0)
 _GRID = 16  # windows
 # Prior counts: at the start, ends are kept.
 _INSIDE, _AT_END = 0.001, 1.0
@@ -78,15 +78,14 @@ class WindowOrder:
         be taken.
         """
         count, num_ends = len(may_go), max(self._num_pages - to_end, 0)
-        if count <= num_ends:
-            return np.full(count, END, np.int8)
         to_grid = -np.arange(first, first + count) % (_GRID * self._num_pages)
         distances = np.arange(count, 0, -1)  # to the end of the edge
         _, exponents = np.frexp((distances - 1).astype(np.float64))
         to_power = distances - (1 << np.maximum(exponents - 1, 0))
         is_read = (to_grid > 0) & (to_grid <= self._num_pages) | (to_power <= self._num_pages)
         levels = np.where(is_read, CHECKPOINT, SPARE).astype(np.int8)
-        levels[count - num_ends :] = END
+        levels[-self._num_pages :] = PASSED
+        levels[max(count - num_ends, 0) :] = END
         return levels
 
     def searched(self, *, found_end: bool) -> None:
