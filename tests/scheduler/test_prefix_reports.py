@@ -3,11 +3,11 @@
 Every step is checked by the oracle (`driver.py`): a row that reads a wrong page or state, or a page
 without an owner, fails the test.
 
-    shorter than a page      sglang 26450, 28692: such a prompt ended the scheduler, or broke the tree
+    shorter than a page      sglang 26450, 28692: it ended the scheduler, or broke the tree
     whole pages              sglang 22935, 27291, vllm 51094: the last token is computed again, so a
                              repeated prompt ended between two positions that can be resumed
     the last page differs    vllm 57610: a window was kept only for the end of the longer prompt
-    in turn                  vllm 48435, sglang 35515: windows that are short ended all prefixes at once
+    in turn                  vllm 48435, sglang 35515: a shortage of windows ended all prefixes
     idle and busy            sglang 35515: growth of one conversation ended that of an idle one
     a full pool              vllm 42948: a prompt's own prefix was evicted for the rest of it
     priorities               vllm 52897: no prefix with states was found in this order
@@ -84,7 +84,7 @@ def test_a_prompt_about_as_long_as_a_page(groups: str, length: int) -> None:
 
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("has_host", [False, True])
-def test_a_prompt_of_whole_pages_is_found_but_for_its_last_page(groups: str, has_host: bool) -> None:
+def test_a_prompt_of_whole_pages_is_found_up_to_its_last_page(groups: str, has_host: bool) -> None:
     args = SchedulerArgs(hicache_fetch_policy="always")
     driver = make_driver(groups, args, host_ratio=4.0 if has_host else 0.0)
     if has_host:
