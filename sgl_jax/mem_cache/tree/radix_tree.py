@@ -199,8 +199,6 @@ class RadixTree:
         child.page_hashes = self._hasher.hashes(key, self.hash_before(child))
         parent.children[child_key] = child
         self.refresh(parent)
-        if self.resumable is not None:
-            self.resumable.end_changed(parent)
         self.cursors.child_added(parent, child)
         if self.block_log is not None:
             before = None if parent is self.root else self.hash_before(child)
@@ -237,8 +235,6 @@ class RadixTree:
         parent.last_access = max(parent.last_access, leaf.last_access)
         parent.used_s = max(parent.used_s, leaf.used_s)
         self.refresh(parent)
-        if self.resumable is not None:
-            self.resumable.end_changed(parent)
         if parent is not self.root:
             self.merge_up(parent)  # it may be older than the nodes above it
         self.merge_into_only_child(parent)
@@ -399,3 +395,5 @@ class RadixTree:
         if node is not self.root:
             for component in self.components:
                 component.refresh(node)
+            if self.resumable is not None:
+                self.resumable.end_changed(node)
