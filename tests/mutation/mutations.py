@@ -2580,8 +2580,32 @@ MUTATIONS = (
     Mutation(
         "windows: keep the end of a window less long than its inside",
         _ORDER,
-        "WEIGHTS = (0.1, 0.3, 4.0)",
-        "WEIGHTS = (4.0, 0.3, 0.1)",
+        "WEIGHTS = (0.1, 0.3, 4.0, 4.0)",
+        "WEIGHTS = (4.0, 0.3, 0.1, 0.1)",
+    ),
+    Mutation(
+        "windows: keep a window that a conversation has passed as long as its end",
+        _ORDER,
+        "max(self._num_pages - to_end, 0)",
+        "self._num_pages",
+    ),
+    Mutation(
+        "windows: take a passed window that the next end reads first",
+        _ORDER,
+        "max(self._num_pages - to_end, 0)",
+        "0 if to_end else self._num_pages",
+    ),
+    Mutation(
+        "windows: list nodes above a new end as before",
+        _RESUMABLE,
+        "                window.refresh(above)",
+        "                window.is_recurrent",
+    ),
+    Mutation(
+        "host: copy of a window only what its last position reads",
+        _TIER,
+        "resumed = length - memory.page_size",
+        "resumed = length",
     ),
     Mutation(
         "windows: resume where one of two windows is there",
@@ -3022,7 +3046,7 @@ MUTATIONS = (
     Mutation(
         "states: keep what a conversation went past as long as a branch",
         _ORDER,
-        "if places[-1] == count - 1 and branches != 1:",
+        "if places[-1] == count - 1 and not to_end:",
         "if places[-1] == count - 1:",
     ),
     Mutation(
@@ -3040,8 +3064,8 @@ MUTATIONS = (
     Mutation(
         "states: keep a snapshot of a long path as long as one of a short path",
         _ORDER,
-        "((first + count) * to_end)",
-        "(count * to_end)",
+        "((first + count) * to_last)",
+        "(count * to_last)",
     ),
     Mutation(
         "states: begin as if prompts branched as often as they continue",

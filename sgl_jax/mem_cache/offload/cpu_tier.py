@@ -173,7 +173,10 @@ class CpuTier:
         is_offered = pages > 0
         for number, group in enumerate(memory.groups):
             if group.sliding_window is not None and not group.is_recurrent:
-                first = first_page_of(group.sliding_window, memory.page_size, length)
+                # The same prompt again computes its last token: if that ends a page, it resumes
+                # from the end of the page before.
+                resumed = length - memory.page_size
+                first = first_page_of(group.sliding_window, memory.page_size, resumed)
                 is_offered[number, :first] = False
         if self._is_being_copied(tokens, namespace, is_offered):
             return

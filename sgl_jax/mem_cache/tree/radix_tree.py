@@ -395,3 +395,5 @@ class RadixTree:
         if node is not self.root:
             for component in self.components:
                 component.refresh(node)
+            if self.resumable is not None:
+                self.resumable.end_changed(node)

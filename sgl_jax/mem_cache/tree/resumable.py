@@ -124,7 +124,18 @@ class Resumable:
         leaf.runs = self._positions(leaf)[1]
         for window in self.windows:
             window.refresh(leaf)
+        self.end_changed(leaf)
         self._changed[leaf.node_id] = leaf
+
+    def end_changed(self, node: TreeNode) -> None:
+        """List the nodes above again: the end of `node` moved, or the number of its children
+        changed, and the levels of pages depend on the next end within a window."""
+        distance, above = 0, node.parent
+        while above is not None and above is not self._root and distance < self._longest:
+            for window in self.windows:
+                window.refresh(above)
+            distance += len(node.key) // self._page_size
+            node, above = above, above.parent
 
     def left(self, leaf: TreeNode, parent: TreeNode) -> None:
         self._changed.pop(leaf.node_id, None)

@@ -201,7 +201,16 @@ class WindowComponent(TreeComponent):
         count = len(node.key) // self._page_size
         first = node.end // self._page_size - count
         is_present = node.values[self.index] != 0
-        return self.order.levels(first, is_present, self._may_go(node), len(node.children))
+        return self.order.levels(first, is_present, self._may_go(node), self._num_to_end(node))
+
+    def _num_to_end(self, node: TreeNode) -> int:
+        """Count the pages from the end of `node` to the next end of a leaf or branch, at most
+        `num_pages`."""
+        count = 0
+        while count < self.num_pages and len(node.children) == 1:
+            (node,) = node.children.values()
+            count += len(node.key) // self._page_size
+        return min(count, self.num_pages)
 
     # -- proof ------------------------------------------------------------------------------
 

@@ -1,13 +1,19 @@
 """The order in which pages of a window, or snapshots of states, are evicted while tokens stay.
 
-Pages of an edge have three levels, by their use for later prompts:
+Pages of an edge have four levels, by their use for later prompts:
 
 - `SPARE`: no known prompt ends or branches at a position that reads them.
 - `CHECKPOINT`: the windows before points that are 1, 2, 4, ... pages before the end of the edge,
   and before each multiple of 16 windows. So a prompt that newly branches off loses at most as much
   as its distance to the end.
-- `END`: the window before the end of the edge, at the end of a prompt or at a branch. If a leaf may
-  leave the tree, these pages leave with it, so they are listed only for nodes that stay.
+- `PASSED`: the window before the end of an edge where a single path continues.
+- `END`: the window before the end of a leaf, or before a branch. If a leaf may leave the tree, its
+  pages leave with it, so they are listed only for nodes that stay.
+
+While conversations only continue, all other pages go before any conversation loses its end, because
+an order by age would lose all ends at once when conversations take turns. How much the others are
+worth in relation to ends is learned from lookups: of the prompts that continue a cached prefix, how
+many do so elsewhere than at the end of an earlier prompt.
 
 A node is listed at each level with pages to take, by its number of uses and the time when its
 windows were last read. The policy estimates its rate of use, and a level weights that rate.
@@ -24,9 +30,13 @@ from sgl_jax.mem_cache.errors import LedgerError
 from sgl_jax.mem_cache.eviction.eviction_policy import EvictionQueue
 from sgl_jax.mem_cache.tree_node import ReadTime, TreeNode
 
-SPARE, CHECKPOINT, END = range(3)
-WEIGHTS = (0.1, 0.3, 4.0)
+SPARE, CHECKPOINT, PASSED, END = range(4)
+WEIGHTS = (0.1, 0.3, 4.0, 4.0)
 _GRID = 16  # windows
+# Prior counts: at the start, ends are kept.
+_INSIDE, _AT_END = 0.001, 1.0
+_INSIDE_COUNT = 0.5  # a prompt that branches leaves its windows there for the next prompt
+_HALVED_AFTER = 500  # lookups
 
 Levels = NDArray[np.int8]
 
@@ -35,42 +45,58 @@ class WindowOrder:
     """The nodes with pages of a window of `num_pages` pages to take.
 
     Each node's `num_uses` is below `num_classes`. `weights` has the weight of each level; pages of
-    the last level leave with their leaf.
+    the last level leave with their leaf. The other weights are multiplied by the learned ratio, at
+    most `max_ratio`.
     """
 
     def __init__(
-        self, num_pages: int, num_classes: int, weights: tuple[float, ...] = WEIGHTS
+        self,
+        num_pages: int,
+        num_classes: int,
+        weights: tuple[float, ...] = WEIGHTS,
+        max_ratio: float = 1.0,
     ) -> None:
         self._num_pages = num_pages
         self._weights = weights
+        self._max_ratio = max_ratio
+        self._num_inside, self._num_at_end = _INSIDE, _AT_END
         self._queues: list[list[EvictionQueue[ReadTime]]] = [
             [EvictionQueue() for _ in range(num_classes)] for _ in weights
         ]
 
     def weight(self, level: int) -> float:
         """Return the factor of the rate of use of nodes that are listed at the level."""
-        return self._weights[level]
+        if level == len(self._weights) - 1:
+            return self._weights[level]
+        return self._weights[level] * min(self._num_inside / self._num_at_end, self._max_ratio)
 
-    def levels(self, first: int, is_present: BoolArray, may_go: BoolArray, branches: int) -> Levels:
+    def levels(self, first: int, is_present: BoolArray, may_go: BoolArray, to_end: int) -> Levels:
         """Return the level of each page of an edge, int8[pages].
 
-        The edge begins at page `first` of its path, and its end has `branches` children. The masks,
-        bool[pages], tell which pages are present, and which of them can be taken.
+        The edge begins at page `first` of its path, and `to_end` pages after it is the next leaf's
+        end or branch. The masks, bool[pages], tell which pages are present, and which of them can
+        be taken.
         """
-        count = len(may_go)
-        if count <= self._num_pages:
-            return np.full(count, END, np.int8)
+        count, num_ends = len(may_go), max(self._num_pages - to_end, 0)
         to_grid = -np.arange(first, first + count) % (_GRID * self._num_pages)
         distances = np.arange(count, 0, -1)  # to the end of the edge
         _, exponents = np.frexp((distances - 1).astype(np.float64))
         to_power = distances - (1 << np.maximum(exponents - 1, 0))
         is_read = (to_grid > 0) & (to_grid <= self._num_pages) | (to_power <= self._num_pages)
         levels = np.where(is_read, CHECKPOINT, SPARE).astype(np.int8)
-        levels[-self._num_pages :] = END
+        levels[-self._num_pages :] = PASSED
+        levels[max(count - num_ends, 0) :] = END
         return levels
 
     def searched(self, *, found_end: bool) -> None:
         """Record that a prompt was looked up, and whether it continues where another one ended."""
+        if found_end:
+            self._num_at_end += 1.0
+        else:
+            self._num_inside += _INSIDE_COUNT
+        if self._num_inside + self._num_at_end > _HALVED_AFTER:
+            self._num_inside /= 2.0
+            self._num_at_end /= 2.0
 
     def place(self, node: TreeNode, may_go: BoolArray, levels: Levels) -> None:
         """List the node by its evictable pages."""
@@ -123,11 +149,7 @@ _BRANCH = _NUM_INNER
 _NOT_LISTED = -1
 _UNIT = 128  # the value of a snapshot with worth 1, in integers: all hosts compute the same levels
 _WEIGHTS = (*(2.0 ** (level - 7) for level in range(_NUM_INNER)), 4.0)
-# Prior counts: at the start, ends are kept.
-_INSIDE, _AT_END = 0.001, 1.0
-_INSIDE_COUNT = 0.5  # a prompt that branches leaves a snapshot there for the next prompt
 _MAX_RATIO = 8.0
-_HALVED_AFTER = 500  # lookups
 
 
 class StateOrder(WindowOrder):
@@ -140,21 +162,14 @@ class StateOrder(WindowOrder):
     go before any conversation loses its end, because an order by age would lose all ends at once
     when conversations take turns. A snapshot where prompts branch stays longest.
 
-    How much inner snapshots are worth in relation to ends is learned from lookups: of the prompts
-    that continue a cached prefix, how many do so elsewhere than at the end of an earlier prompt.
-    Each node's `num_uses` is below `num_classes`.
+    How much inner snapshots are worth in relation to ends is learned from lookups. Each node's
+    `num_uses` is below `num_classes`.
     """
 
     def __init__(self, num_classes: int) -> None:
-        super().__init__(1, num_classes, _WEIGHTS)
-        self._num_inside, self._num_at_end = _INSIDE, _AT_END
+        super().__init__(1, num_classes, _WEIGHTS, _MAX_RATIO)
 
-    def weight(self, level: int) -> float:
-        if level == _BRANCH:
-            return self._weights[level]
-        return self._weights[level] * min(self._num_inside / self._num_at_end, _MAX_RATIO)
-
-    def levels(self, first: int, is_present: BoolArray, may_go: BoolArray, branches: int) -> Levels:
+    def levels(self, first: int, is_present: BoolArray, may_go: BoolArray, to_end: int) -> Levels:
         """Return the level of the least useful inner snapshot and of one at the end of the edge;
         all others are -1."""
         count = len(may_go)
@@ -163,7 +178,7 @@ class StateOrder(WindowOrder):
         if not len(places):
             return levels
         num_inner = len(places)
-        if places[-1] == count - 1 and branches != 1:
+        if places[-1] == count - 1 and not to_end:
             levels[-1] = _BRANCH
             num_inner -= 1
         # A snapshot before the edge is assumed at its start: prompts branch there.
@@ -173,16 +188,7 @@ class StateOrder(WindowOrder):
         listed = may_go[places[:num_inner]].nonzero()[0]
         if len(listed):
             least = listed[np.argmin(saved[listed])]
-            to_end = max(count - 1 - int(places[num_inner - 1]), 1)
-            worth = int(saved[least]) * _UNIT // ((first + count) * to_end)
+            to_last = max(count - 1 - int(places[num_inner - 1]), 1)
+            worth = int(saved[least]) * _UNIT // ((first + count) * to_last)
             levels[places[least]] = min(worth.bit_length(), _NUM_INNER) - 1 if worth else 0
         return levels
-
-    def searched(self, *, found_end: bool) -> None:
-        if found_end:
-            self._num_at_end += 1.0
-        else:
-            self._num_inside += _INSIDE_COUNT
-        if self._num_inside + self._num_at_end > _HALVED_AFTER:
-            self._num_inside /= 2.0
-            self._num_at_end /= 2.0

@@ -114,13 +114,14 @@ def test_a_withdrawn_prefix_on_its_way_to_the_device_is_not_found_there(
 
 @pytest.mark.parametrize(("window", "pool"), [(9, 0), (9, 1), (6, 1)])
 def test_of_a_window_the_pages_before_the_end_go_out_and_come_back(window: int, pool: int) -> None:
+    """And one more: the same prompt again resumes a page before its end."""
     groups = (*FULL_ATTENTION, CacheGroup(window, pool))
     rank = Rank(make_sizes(page_size=PAGE_SIZE, num_pages=33, groups=groups, host_ratio=2.0))
     tokens = rank.tokens(1)
     rank.publish(tokens)
     out = rank.take()
     (copy,) = out.copies
-    of_window = lookback_pages(window, PAGE_SIZE)
+    of_window = lookback_pages(window, PAGE_SIZE) + 1
     assert [len(pages) for pages in copy.pages] == (
         [4 + of_window] if pool == 0 else [4, of_window]
     )
@@ -131,6 +132,7 @@ def test_of_a_window_the_pages_before_the_end_go_out_and_come_back(window: int, 
     assert fetch is not None
     rank.end_all(rank.take())
     assert rank.memory.cache.peek(tokens) == len(tokens)
+    assert rank.num_here(tokens[:-1]) == len(tokens) - PAGE_SIZE
 
 
 def test_only_missing_pages_are_copied_and_fetched() -> None:
