@@ -18,11 +18,13 @@ from sgl_jax.kernels.attention.tpu.prefill import prefill_attention
 from sgl_jax.kernels.attention.tpu.shared import CacheSlots, Expansion
 from sgl_jax.kernels.attention.tpu.tuned import DecodeBlocks, PrefillBlocks, invariant_blocks
 from sgl_jax.kernels.attention.tpu.write import write_slots
-from sgl_jax.kernels.latent_attention.chosen import attend_if_chosen
+from sgl_jax.kernels.latent_attention.choice import positions_of_greatest
+from sgl_jax.kernels.latent_attention.chosen import ChoiceKernels, attend_if_chosen
 from sgl_jax.kernels.latent_attention.index_scores import index_scores
 from sgl_jax.kernels.latent_attention.latents import (
     IndexQueries,
     LatentQueries,
+    ReusedChoice,
     UpProjections,
     absorbed_queries,
     cached_rows,
@@ -40,6 +42,7 @@ EXPANDED_TOKENS = 1024
 EXPANDED_QUERIES = 1024  # queries of a row that share computed keys and values
 EXPANDED_HEADS = 8  # most heads with queries and results in vector memory together
 PART_HEADS = 8  # heads to compute together, if results must not depend on the batch
+_CHOICE = ChoiceKernels(index_scores, positions_of_greatest)
 
 
 def is_expanded(num_tokens: int, up: UpProjections) -> bool:
@@ -81,10 +84,10 @@ def latent_attention(
     layer: jax.Array,
     batch: AttentionBatch,
     scale: float,
-    index: IndexQueries | None = None,
+    index: IndexQueries | ReusedChoice | None = None,
     *,
     is_invariant: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Implement `interface.PagedLatentAttention`.
 
     With `is_invariant`, the bits of a token's result depend only on the tokens before it. Raises
@@ -99,8 +102,8 @@ def latent_attention(
         return attend(queries, up, kv_cache, layer, batch, ScoreOptions(scale))
 
     shared = kv_cache, layer, batch, scale, index
-    out = attend_if_chosen(dense, queries, up, *shared, index_scores)
-    return out, kv_cache
+    out, chosen = attend_if_chosen(dense, queries, up, *shared, _CHOICE)
+    return out, kv_cache, chosen
 
 
 def attend_to_all(
