@@ -121,7 +121,7 @@ def choose(
     They are ascending, with -1 after the last. Those of padding are -1, as are those of decode rows
     of the other chips of `index.shared_over`, see `_SharedRows`.
     """
-    chooser = _Chooser(index, kv_cache, layer, batch, kernels)
+    chooser = Chooser(index, kv_cache, layer, batch, kernels)
     chosen = jnp.full((len(batch.valid) + PREFILL_QUERIES, index.top_k), -1, jnp.int32)
     chosen = lax.dynamic_update_slice_in_dim(chosen, chooser.of_decode_rows(), 0, axis=0)
     chosen = lax.fori_loop(batch.num_decode, batch.num_rows, chooser.add_prefill_row, chosen)
@@ -163,7 +163,7 @@ class _SharedRows(NamedTuple):
         return batch.q_offsets[own][..., None] + jnp.minimum(ahead, last), is_decode
 
 
-class _Chooser(NamedTuple):
+class Chooser(NamedTuple):
     """Chooses the tokens that queries of one layer attend to; see `choose`."""
 
     indexed: IndexQueries
@@ -216,7 +216,8 @@ class _Chooser(NamedTuple):
         sizes = scores.shape[2], q_starts, kv_lens, scores.shape[1]
         keys = VisibleKeys.of(jnp.zeros_like(rows), *sizes, ScoreOptions(1.0))
         # Flat: one query of each row would fill an eighth of a TPU's registers.
-        scores = jnp.where(keys.seen, scores, -jnp.inf).reshape(-1, scores.shape[2])
+        flat = -1, scores.shape[2]
+        scores = jnp.where(keys.seen.reshape(flat), scores.reshape(flat), -jnp.inf)
         found = self.kernels.find_greatest(scores, self.indexed.top_k)
         return found.reshape(*places.shape, -1)
 
@@ -319,7 +320,7 @@ def attend_to_chosen(
     """
     size = latent_row_size(up.rank, queries.rope.shape[2])
     q = absorbed_queries(queries, up, size)
-    attend = _ChosenLatents(up.rank, kv_cache, layer, batch, scale)
+    attend = ChosenLatents(up.rank, kv_cache, layer, batch, scale)
     shared, first = _SharedRows.of(batch, shared_over), jnp.int32(0)
     decoded, places = jnp.zeros((0, q.shape[1], up.rank), q.dtype), jnp.zeros(0, jnp.int32)
     if shared_over is not None and shared.chips > 1:
@@ -342,7 +343,7 @@ def attend_to_chosen(
     return values_of_latents(jnp.where(batch.valid[:, None, None], out, 0), up)
 
 
-class _ChosenLatents(NamedTuple):
+class ChosenLatents(NamedTuple):
     """The latents of one layer, of which queries attend to chosen ones."""
 
     rank: int

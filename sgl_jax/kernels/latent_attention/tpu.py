@@ -42,7 +42,7 @@ EXPANDED_TOKENS = 1024
 EXPANDED_QUERIES = 1024  # queries of a row that share computed keys and values
 EXPANDED_HEADS = 8  # most heads with queries and results in vector memory together
 PART_HEADS = 8  # heads to compute together, if results must not depend on the batch
-_CHOICE = ChoiceKernels(index_scores, positions_of_greatest)
+CHOICE = ChoiceKernels(index_scores, positions_of_greatest)
 
 
 def is_expanded(num_tokens: int, up: UpProjections) -> bool:
@@ -102,7 +102,7 @@ def latent_attention(
         return attend(queries, up, kv_cache, layer, batch, ScoreOptions(scale))
 
     shared = kv_cache, layer, batch, scale, index
-    out, chosen = attend_if_chosen(dense, queries, up, *shared, _CHOICE)
+    out, chosen = attend_if_chosen(dense, queries, up, *shared, CHOICE)
     return out, kv_cache, chosen
 
 

@@ -31,7 +31,7 @@ from sgl_jax.kernels.latent_attention.latents import (
     values_of_latents,
 )
 
-_CHOICE = ChoiceKernels(xla_index_scores, positions_of_greatest)
+CHOICE = ChoiceKernels(xla_index_scores, positions_of_greatest)
 
 
 class _Latents(NamedTuple):
@@ -77,5 +77,5 @@ def latent_attention(
         return values_of_latents(found, up)
 
     shared = kv_cache, layer, batch, scale, index
-    out, chosen = attend_if_chosen(dense, queries, up, *shared, _CHOICE)
+    out, chosen = attend_if_chosen(dense, queries, up, *shared, CHOICE)
     return out, kv_cache, chosen
