@@ -65,6 +65,7 @@ class Cost(NamedTuple):
     scores: float
     choice: float
     gather: float
+    attend: float
     other: float
     exchange: float
     dense: float
@@ -73,11 +74,11 @@ class Cost(NamedTuple):
 
     @property
     def sparse(self) -> float:
-        return self.scores + self.choice + self.gather + self.other + self.exchange
+        return self.scores + self.choice + self.reusing
 
     @property
     def reusing(self) -> float:
-        return self.gather + self.other + self.exchange
+        return self.gather + self.attend + self.other + self.exchange
 
 
 def compile_decode(chip: str, load: Load) -> Schedules:
@@ -93,7 +94,7 @@ def compile_decode(chip: str, load: Load) -> Schedules:
         # Only decode rows, so that no other loop counts.
         batch = AttentionBatch.build(table, *lens, jnp.int32(rows), rows)
         chooser = Chooser(IndexQueries(*index, TOP_K), cache, layer, batch, CHOICE)
-        attend = ChosenLatents(RANK, cache, layer, batch, 0.1)
+        attend = ChosenLatents(RANK, cache, layer, batch, 0.1, CHOICE)
         every = jnp.int32(0), jnp.int32(rows)
         return attend(q, batch.token_rows, chooser.of_decode_rows(), *every)
 
@@ -126,10 +127,12 @@ def measure(chip_name: str, load: Load) -> Cost:
     cycles = dearest_cycles(compiled.program) * turns
     dense_bytes = load.rows * context * ROW_BYTES
     dense = our_decode_cost(chip_name, load.heads // load.tp).per_token(context)
+    attend = our_decode_cost(chip_name, load.heads).per_token(TOP_K)
     return Cost(
         scores=longer(chip, rows * score_bundles(own["index_scores"], context), key_bytes),
         choice=longer(chip, rows * choice_bundles(own["greatest_scores"], context), 0),
         gather=longer(chip, rows * TOP_K * per_row, chosen_bytes),
+        attend=longer(chip, rows * TOP_K * attend, chosen_bytes),
         other=cycles / chip.clock_hz * 1e6,
         exchange=exchange(chip, load),
         dense=longer(chip, load.rows * context * dense, dense_bytes),
@@ -185,7 +188,7 @@ def main() -> None:
     parser.add_argument("--index-heads", type=int, default=64)
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
-    names = ("scores", "choice", "gather", "other", "exchange")
+    names = ("scores", "choice", "gather", "attend", "other", "exchange")
     print(f"| chip | context | {' | '.join(names)} | sparse | reusing | dense | bytes |")
     print("|---" * (len(names) + 6) + "|")
     found = []

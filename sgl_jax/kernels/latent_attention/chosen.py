@@ -62,12 +62,31 @@ class IndexScores(Protocol):
         ...
 
 
+class AttendGathered(Protocol):
+    """Attend to latents that were gathered for each query."""
+
+    def __call__(
+        self, q: jax.Array, latents: jax.Array, num_chosen: jax.Array, rank: int, scale: float
+    ) -> jax.Array:
+        """Return weighted sums of latents, [n, heads, rank].
+
+        Args:
+            q: absorbed queries [n, heads, size].
+            latents: rows of the cache [n, k, row_size], with the latent in front.
+            num_chosen: int32 [n], how many of the k a query attends to; if 0, the result is finite.
+            rank: size of a latent.
+            scale: factor for the products.
+        """
+        ...
+
+
 class ChoiceKernels(NamedTuple):
     """The implementations of what an indexer needs."""
 
     score: IndexScores
     # The positions of the k greatest of scores, see `positions_of_greatest`.
     find_greatest: Callable[[jax.Array, int], jax.Array]
+    attend: AttendGathered
 
 
 def attend_if_chosen(
@@ -95,7 +114,7 @@ def attend_if_chosen(
             chosen = choose(index, kv_cache, layer, batch, kernels)
         else:
             chosen = index.chosen
-        shared = kv_cache, layer, batch, scale, index.shared_over
+        shared = kv_cache, layer, batch, scale, kernels, index.shared_over
         found = attend_to_chosen(queries, up, chosen, *shared)
         return found, chosen if is_reused else None
 
@@ -311,7 +330,8 @@ def attend_to_chosen(
     layer: jax.Array,
     batch: AttentionBatch,
     scale: float,
-    shared_over: str | None = None,
+    kernels: ChoiceKernels,
+    shared_over: str | None,
 ) -> jax.Array:
     """Attend to the latents of `chosen` tokens, int32 [T, k], and read no others.
 
@@ -320,7 +340,7 @@ def attend_to_chosen(
     """
     size = latent_row_size(up.rank, queries.rope.shape[2])
     q = absorbed_queries(queries, up, size)
-    attend = ChosenLatents(up.rank, kv_cache, layer, batch, scale)
+    attend = ChosenLatents(up.rank, kv_cache, layer, batch, scale, kernels)
     shared, first = _SharedRows.of(batch, shared_over), jnp.int32(0)
     decoded, places = jnp.zeros((0, q.shape[1], up.rank), q.dtype), jnp.zeros(0, jnp.int32)
     if shared_over is not None and shared.chips > 1:
@@ -351,6 +371,7 @@ class ChosenLatents(NamedTuple):
     layer: jax.Array
     batch: AttentionBatch
     scale: float
+    kernels: ChoiceKernels
 
     def __call__(
         self, q: jax.Array, rows: jax.Array, chosen: jax.Array, first: jax.Array, end: jax.Array
@@ -363,7 +384,7 @@ class ChosenLatents(NamedTuple):
             first: int32 [], the first query that is computed; the results before are 0.
             end: int32 [], the query after the last.
         """
-        num_queries, dtype = len(q), product_dtype(q.dtype, self.kv_cache.dtype)
+        num_queries = len(q)
         each = min(ATTENDING_TOKENS, num_queries)
         q, rows, chosen = (
             jnp.pad(x, ((0, each), *((0, 0) for _ in x.shape[1:]))) for x in (q, rows, chosen)
@@ -374,21 +395,16 @@ class ChosenLatents(NamedTuple):
             own_q, own_rows, places = (
                 lax.dynamic_slice_in_dim(x, start, each) for x in (q, rows, chosen)
             )
-            latents = self._latents(own_rows, places, q.shape[2]).astype(dtype)
-            scores = jnp.einsum(
-                "thd,tkd->thk", own_q.astype(dtype), latents, preferred_element_type=jnp.float32
-            )
-            scores = jnp.where((places >= 0)[:, None], scores * self.scale, MASKED)
-            shares = jax.nn.softmax(scores, axis=-1).astype(dtype)
-            values = latents[..., : self.rank]
-            found = jnp.einsum("thk,tkd->thd", shares, values, preferred_element_type=jnp.float32)
+            num_chosen = jnp.sum(places >= 0, axis=1, dtype=jnp.int32)
+            latents = self._latents(own_rows, places)
+            found = self.kernels.attend(own_q, latents, num_chosen, self.rank, self.scale)
             return lax.dynamic_update_slice_in_dim(out, found.astype(out.dtype), start, axis=0)
 
         out = jnp.zeros((*q.shape[:2], self.rank), q.dtype)
         return lax.fori_loop(0, -(-(end - first) // each), block, out)[:num_queries]
 
-    def _latents(self, rows: jax.Array, places: jax.Array, size: int) -> jax.Array:
-        """Return the latents [n, k, size] of tokens `places` [n, k] of rows [n]."""
+    def _latents(self, rows: jax.Array, places: jax.Array) -> jax.Array:
+        """Return the cached rows [n, k, row_size] of tokens `places` [n, k] of rows [n]."""
         _, num_pages, _, page_size, row_size = self.kv_cache.shape
         # The first chosen token is read in place of none.
         read = jnp.maximum(jnp.where(places < 0, places[:, :1], places), 0)
@@ -398,5 +414,19 @@ class ChosenLatents(NamedTuple):
         # several indices it would gather one row after another, in a loop.
         tokens = self.kv_cache.reshape(-1, row_size)
         slots += self.layer * (num_pages * page_size)
-        found = tokens.at[slots].get(mode="promise_in_bounds")
-        return as_float32(found[..., :size])
+        found: jax.Array = tokens.at[slots].get(mode="promise_in_bounds")
+        return found
+
+
+def attend_to_gathered(
+    q: jax.Array, latents: jax.Array, num_chosen: jax.Array, rank: int, scale: float
+) -> jax.Array:
+    """Implement `AttendGathered`."""
+    dtype = product_dtype(q.dtype, latents.dtype)
+    keys = as_float32(latents[..., : q.shape[2]]).astype(dtype)
+    scores = jnp.einsum("thd,tkd->thk", q.astype(dtype), keys, preferred_element_type=jnp.float32)
+    is_chosen = jnp.arange(keys.shape[1]) < num_chosen[:, None]
+    scores = jnp.where(is_chosen[:, None], scores * scale, MASKED)
+    shares = jax.nn.softmax(scores, axis=-1).astype(dtype)
+    values = keys[..., :rank]
+    return jnp.einsum("thk,tkd->thd", shares, values, preferred_element_type=jnp.float32)

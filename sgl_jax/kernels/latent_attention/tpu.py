@@ -42,7 +42,6 @@ EXPANDED_TOKENS = 1024
 EXPANDED_QUERIES = 1024  # queries of a row that share computed keys and values
 EXPANDED_HEADS = 8  # most heads with queries and results in vector memory together
 PART_HEADS = 8  # heads to compute together, if results must not depend on the batch
-CHOICE = ChoiceKernels(index_scores, positions_of_greatest)
 
 
 def is_expanded(num_tokens: int, up: UpProjections) -> bool:
@@ -191,3 +190,26 @@ def expanded_prefill(
     by_group = jax.tree.map(lambda x: x.reshape(heads // each, each, *x.shape[1:]), up)
     out = lax.map(attend, (q.swapaxes(0, 1), by_group))
     return out.swapaxes(0, 1).reshape(num_tokens, heads, -1)
+
+
+def attend_to_gathered(
+    q: jax.Array, latents: jax.Array, num_chosen: jax.Array, rank: int, scale: float
+) -> jax.Array:
+    """Implement `chosen.AttendGathered`: the gathered rows are a cache, each query a row."""
+    num_rows, k, row_size = latents.shape
+    latents = jnp.pad(latents, ((0, 0), (0, -k % LANES), (0, 0)))
+    pages = latents.shape[1] // LANES
+    table = jnp.arange(num_rows * pages, dtype=jnp.int32).reshape(num_rows, pages)
+    starts = jnp.maximum(num_chosen - 1, 0)
+    batch = AttentionBatch.build(
+        table, starts, jnp.ones_like(starts), jnp.int32(num_rows), num_rows
+    )
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, row_size - q.shape[2])))
+    cache = latents.reshape(1, num_rows * pages, 1, LANES, row_size)
+    options, slots = ScoreOptions(scale), latent_slots(rank)
+    blocks = DECODE_BLOCKS
+    out = decode_attention(q, cache, jnp.int32(0), batch, options, slots=slots, blocks=blocks)
+    return out[..., :rank]
+
+
+CHOICE = ChoiceKernels(index_scores, positions_of_greatest, attend_to_gathered)

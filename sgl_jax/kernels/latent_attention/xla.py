@@ -18,6 +18,7 @@ from sgl_jax.kernels.attention.xla import (
 from sgl_jax.kernels.latent_attention.chosen import (
     ChoiceKernels,
     attend_if_chosen,
+    attend_to_gathered,
     positions_of_greatest,
     xla_index_scores,
 )
@@ -31,7 +32,7 @@ from sgl_jax.kernels.latent_attention.latents import (
     values_of_latents,
 )
 
-CHOICE = ChoiceKernels(xla_index_scores, positions_of_greatest)
+CHOICE = ChoiceKernels(xla_index_scores, positions_of_greatest, attend_to_gathered)
 
 
 class _Latents(NamedTuple):

@@ -270,9 +270,10 @@ def test_scores_of_cached_keys_are_those_of_the_indexer(case):
     check_scores(*case)
 
 
-@pytest.mark.parametrize(("n", "k"), [(300, 7), *long((2500, 300), (17000, 2048))], ids=str)
-def test_the_greatest_scores_are_found_with_ties_and_what_is_not_finite(n, k):
+@pytest.mark.parametrize("sizes", [(300, 7), *long((2500, 300), (17000, 2048))], ids=str)
+def test_the_greatest_scores_are_found_with_ties_and_what_is_not_finite(sizes):
     """In one group of blocks and in several; the places of a stable sort."""
+    n, k = sizes
     rng = np.random.default_rng(k)
     scores = rng.integers(-4, 4, (4, n)) * rng.choice([0.0, -1, 1e-30, 3], (4, 1))
     scores[0, rng.integers(0, n, 9)] = np.nan
