@@ -745,7 +745,12 @@ MODELS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig]] = {
             **LATENTS
             | TINY
             | INDEXER
-            | {"index_n_heads": 13, "index_head_dim": 9, "index_topk": 13, "num_attention_heads": 6},
+            | {
+                "index_n_heads": 13,
+                "index_head_dim": 9,
+                "index_topk": 13,
+                "num_attention_heads": 6,
+            },
             num_hidden_layers=7,
             indexer_types=["full", "shared", "full", "full", "shared", "shared", "shared"],
             first_k_dense_replace=2,

@@ -122,8 +122,10 @@ def measure(chip_name: str, load: Load) -> Cost:
     turns = -(-rows // 8)
     key_bytes = rows * context * 2 * KEY_DIM
     chosen_bytes = rows * TOP_K * ROW_BYTES
-    gather = next(schedule for name, schedule in own.items() if name.startswith(GATHER))
-    per_row = max(loop.bundles / loop.dmas for loop in gather.loops if loop.dmas > 8)
+    gathers = (each for each in compiled.schedules if each.kernel.startswith(GATHER))
+    # The others gather numbers, not rows.
+    loop = max((loop for each in gathers for loop in each.loops), key=lambda loop: loop.dmas)
+    per_row = loop.bundles / loop.dmas
     cycles = dearest_cycles(compiled.program) * turns
     dense_bytes = load.rows * context * ROW_BYTES
     dense = our_decode_cost(chip_name, load.heads // load.tp).per_token(context)

@@ -16,7 +16,7 @@ in a trained model, with as much noise.
 
 import argparse
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -108,7 +108,7 @@ class Recall(NamedTuple):
     float8_keys: float
     float8: float  # queries, too
     error: float  # of attention's output, with the choice of bfloat16
-    float8_error: float
+    error_of_float8: float
 
 
 def measure(problem: Problem, rng: np.random.Generator, top_k: int = TOP_K) -> Recall:
@@ -116,7 +116,7 @@ def measure(problem: Problem, rng: np.random.Generator, top_k: int = TOP_K) -> R
     right = greatest(exact, top_k)
     rounded = problem._replace(keys=as_float8(problem.keys))
     both = rounded._replace(queries=as_float8(problem.queries))
-    choices = [
+    choices: list[NDArray[Any]] = [
         choose_in_bfloat16(problem, top_k),
         greatest(rounded.scores(), top_k),
         greatest(both.scores(), top_k),

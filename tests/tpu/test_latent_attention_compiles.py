@@ -110,8 +110,8 @@ def assert_chosen_tokens_are_attended_to_in_place(
     latents = struct(jnp.float32, ATTENDING_TOKENS, TOP_K, row_size)
     most = 3 * sum(map(num_bytes, by_token)) + 2 * num_bytes(latents)
     assert memory.temp_size_in_bytes < most < num_bytes(cache)
-    # Write, decode, prefill; scores and choices of either.
-    assert num_kernels(compiled) == 3 + 4
+    # Write, decode, prefill; scores and choices of either; attention to what is gathered.
+    assert num_kernels(compiled) == 3 + 4 + 1
     # Rows that are gathered one after another, in a loop, take 8,500 cycles each.
     assert dearest_cycles(compiled) < 40 * ATTENDING_TOKENS * TOP_K
     assert seconds < 6 * MAX_COMPILE_S

@@ -282,7 +282,7 @@ def test_the_greatest_scores_are_found_with_ties_and_what_is_not_finite(sizes):
     scores[3, k // 2 :] = -np.inf
     with force_tpu_interpret_mode(MODES["lazy"]):
         found = np.asarray(choice.positions_of_greatest(jnp.asarray(scores, jnp.float32), k))
-    for own, places in zip(np.float32(scores), found, strict=True):
+    for own, places in zip(scores.astype(np.float32), found, strict=True):
         ranked = np.where(np.isnan(own), np.inf, own)
         order = np.argsort(-ranked, kind="stable")[:k]
         right = np.sort(order[ranked[order] > -np.inf])
