@@ -737,6 +737,28 @@ MODELS: dict[str, tuple[type[PreTrainedModel], PretrainedConfig]] = {
             conv_kernel=3,
         ),
     ),
+    # Layers that reuse the choice of an earlier indexer, in no regular order; numbers that fill no
+    # tile. With few heads many scores were 0, and equal.
+    "glm_moe_dsa_reuse": (
+        GlmMoeDsaForCausalLM,
+        GlmMoeDsaConfig(
+            **LATENTS
+            | TINY
+            | INDEXER
+            | {
+                "index_n_heads": 13,
+                "index_head_dim": 9,
+                "index_topk": 13,
+                "num_attention_heads": 6,
+            },
+            num_hidden_layers=7,
+            indexer_types=["full", "shared", "full", "full", "shared", "shared", "shared"],
+            first_k_dense_replace=2,
+            n_routed_experts=6,
+            num_experts_per_tok=2,
+            rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
+        ),
+    ),
 }
 
 

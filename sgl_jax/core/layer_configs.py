@@ -17,6 +17,8 @@ class IndexerConfig:
     head_dim: int  # of its queries, and of the one key that a token has for all of them
     top_k: int  # tokens that a query attends to, if so many are before it
     pairs_neighbours: bool = False  # the checkpoint's dimensions 2i and 2i + 1 rotate together
+    # The layer has no indexer: it attends to the tokens that the last layer with one chose.
+    reuses: bool = False
 
 
 @dataclass(frozen=True)

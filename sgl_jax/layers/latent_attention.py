@@ -4,6 +4,8 @@ Heads are split over the tensor axis. A latent is not: each chip of a rank compu
 rows of all the rank's tokens.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -12,7 +14,12 @@ from jax.typing import DTypeLike
 from sgl_jax.core.layer_configs import LatentConfig
 from sgl_jax.kernels.attention.batch import AttentionBatch
 from sgl_jax.kernels.latent_attention.interface import PagedLatentAttention
-from sgl_jax.kernels.latent_attention.latents import LatentQueries, UpProjections
+from sgl_jax.kernels.latent_attention.latents import (
+    IndexQueries,
+    LatentQueries,
+    ReusedChoice,
+    UpProjections,
+)
 from sgl_jax.layers.indexer import Indexer
 from sgl_jax.layers.layer_weights import use_weights
 from sgl_jax.layers.linear import Linear
@@ -21,6 +28,13 @@ from sgl_jax.layers.norm import RMSNorm
 from sgl_jax.layers.parameter import parameter
 from sgl_jax.layers.rotary import Rotation, rotate, scale_queries
 from sgl_jax.layers.sources import Source
+
+
+class LatentMemory(NamedTuple):
+    """What the layers of a model remember if some of them reuse the choice of an indexer."""
+
+    kv_pool: jax.Array
+    chosen: jax.Array  # int32 [T, top_k], of the last indexer in this step
 
 
 class LatentAttention(nnx.Module):
@@ -51,7 +65,8 @@ class LatentAttention(nnx.Module):
         query, first the part without a position, from the queries' latent after `query_norm`, or
         from the hidden state; it is split by its outputs. `up` are the sources of `UpProjections`.
         `output` is split by its inputs. Rotated parts are in the order of `rotate`. `indexer`
-        chooses the tokens that a query attends to; without it these are all before the query.
+        chooses the tokens that a query attends to. Without it these are all before the query, or
+        those of an earlier layer if `sizes` has an indexer.
         """
         self.sizes = sizes
         self.down = down
@@ -69,10 +84,13 @@ class LatentAttention(nnx.Module):
         x: jax.Array,
         by: Rotation,
         batch: AttentionBatch,
-        kv_cache: jax.Array,
+        memory: jax.Array | LatentMemory,
         layer: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Map x [T, hidden] to (result [T, hidden], kv_cache with this layer's new latents)."""
+    ) -> tuple[jax.Array, jax.Array | LatentMemory]:
+        """Map x [T, hidden] to (result [T, hidden], the memory with this layer's new latents).
+
+        The memory is a KV pool, or a `LatentMemory`.
+        """
         sizes, down = self.sizes, self.down(x)
         query_rank = sizes.query_rank or 0
         starts = (query_rank, query_rank + sizes.rank, query_rank + sizes.width)
@@ -83,14 +101,24 @@ class LatentAttention(nnx.Module):
         nope, rope = jnp.split(by_head, [sizes.nope_dim], axis=2)
         rotated_key = rotate(key[:, None], by)[:, 0]
         latents = jnp.concatenate([self.latent_norm(latent), rotated_key], axis=1)
-        out, kv_cache = self.attend(
+        kv_pool, remembered = memory if isinstance(memory, LatentMemory) else (memory, None)
+        index: IndexQueries | ReusedChoice | None = None
+        if self.indexer is not None:
+            index = self.indexer(x, inputs, by)._replace(is_reused=remembered is not None)
+        elif sizes.indexer is not None:
+            assert remembered is not None
+            index = ReusedChoice(remembered, TENSOR_AXIS)
+        out, kv_pool, chosen = self.attend(
             LatentQueries(scale_queries(nope, by), scale_queries(rotate(rope, by), by)),
             latents,
             use_weights((self.key_up, self.value_up), UpProjections),
-            kv_cache,
+            kv_pool,
             layer,
             batch,
             self.scale,
-            None if self.indexer is None else self.indexer(x, inputs, by),
+            index,
         )
-        return self.output(out.reshape(len(x), -1)), kv_cache
+        result = self.output(out.reshape(len(x), -1))
+        if remembered is None:
+            return result, kv_pool
+        return result, LatentMemory(kv_pool, remembered if chosen is None else chosen)

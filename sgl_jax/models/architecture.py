@@ -73,7 +73,7 @@ class Architecture(NamedTuple):
     declare_tower: Callable[[Any, DTypeLike], VisionTower] | None = None
     spare_prefixes: tuple[str, ...] = ()  # prefixes of tensors that no parameter needs
     has_further_layers: bool = False  # the checkpoint's layers after the last are not read
-    # Prefixes, in a layer that reads another layer's cache, of tensors that it does not need.
+    # Prefixes, in a layer that reads another layer's cache or choice, of tensors that it lacks.
     unused_in_sharing_layers: tuple[str, ...] = ()
     declare_per_layer_embedding: Callable[
         [ModelConfig, BuildOptions, str], PerLayerEmbedding | None

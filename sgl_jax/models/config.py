@@ -38,7 +38,7 @@ from sgl_jax.models.config_fields import (
 from sgl_jax.models.draft_names import DRAFT_NAMES, DraftNames
 from sgl_jax.models.gemma4_config import HeadSizes, PerLayerEmbeddings, read_per_layer_embeddings
 from sgl_jax.models.known_fields import check_architecture, refuse_unknown_fields
-from sgl_jax.models.layer_specs import LayerSpec, read_latent, read_layers
+from sgl_jax.models.layer_specs import LayerSpec, read_latent, read_layers, reusing
 from sgl_jax.models.moe_config import MoeConfig
 from sgl_jax.models.quantization import AT_LOAD, LayerRules, QuantizationConfig, quantize_at_load
 from sgl_jax.models.quantization_config import read_quantization
@@ -143,6 +143,18 @@ class ModelConfig:
         return next((spec.latent for spec in self.layers if spec.latent), None)
 
     @property
+    def reused_top_k(self) -> int | None:
+        """Return the tokens of a choice that layers reuse; None if each layer has an indexer."""
+        indexers = (spec.latent.indexer for spec in self.layers if spec.latent)
+        return next((own.top_k for own in indexers if own and own.reuses), None)
+
+    @property
+    def num_indexers(self) -> int:
+        """Return the number of layers that choose tokens, including the draft layer."""
+        indexers = (spec.latent.indexer for spec in self.all_layers if spec.latent)
+        return sum(own is not None and not own.reuses for own in indexers)
+
+    @property
     def rope_head_dim(self) -> int:
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
@@ -169,7 +181,9 @@ class ModelConfig:
             )
         like = [spec for spec in self.layers if spec.has_attention and spec.sliding_window is None]
         rules = LayerRules(self.quantization, self.draft_names.layer)
-        return replace(self, draft_layer=replace(like[-1], rules=rules))
+        # It has an indexer, also after a layer that reuses a choice.
+        latent = reusing(like[-1].latent, reuses=False)
+        return replace(self, draft_layer=replace(like[-1], latent=latent, rules=rules))
 
     def for_context(self, num_tokens: int) -> "ModelConfig":
         """Return the model for contexts of up to `num_tokens`, see `RopeConfig.for_context`."""

@@ -19,6 +19,7 @@ from jax import lax
 from sgl_jax.kernels.attention.batch import AttentionBatch
 from sgl_jax.kernels.gated_delta.batch import StateBatch
 from sgl_jax.layers.embedding import Embedding, LMHead, padded_vocab_size
+from sgl_jax.layers.latent_attention import LatentMemory
 from sgl_jax.layers.layer_weights import gather_over_data, weights_of_layer
 from sgl_jax.layers.mesh_axes import join_shares, scatter_sum, sum_over_tensor
 from sgl_jax.layers.moe import ExpertCopies, copy_keys, count_experts, join_layers, stack_experts
@@ -159,7 +160,11 @@ class CausalLM(nnx.Module):
         """
         is_recurrent = self.cache_groups[-1].is_recurrent
         assert is_recurrent == (state_batch is not None) == (states is not None)
-        memories: tuple[Any, ...] = (*kv_pools, states) if is_recurrent else kv_pools
+        kv_memories: tuple[Any, ...] = kv_pools
+        if (top_k := self.config.reused_top_k) is not None:
+            none = jnp.zeros((len(token_ids), top_k), jnp.int32)
+            kv_memories = tuple(LatentMemory(pool, none) for pool in kv_pools)
+        memories = (*kv_memories, states) if is_recurrent else kv_memories
         groups = [group for group, _ in self.cache_places]
         positions = batches[0].positions if images is None else images.positions
         spans = images and images.spans
@@ -183,7 +188,10 @@ class CausalLM(nnx.Module):
             routed.append(own)
         hidden = self._whole(self.norm(reduce(jnp.add, carry.terms)), len(token_ids))
         states = carry.memories[-1] if is_recurrent else None
-        kv_pools = carry.memories[: len(kv_pools)]
+        kv_pools = tuple(
+            own.kv_pool if isinstance(own, LatentMemory) else own
+            for own in carry.memories[: len(kv_pools)]
+        )
         draft_hidden = self._draft_hidden(hidden, carry.captured)
         counts, experts = map(join_layers, zip(*routed, strict=True))
         return ModelOutput(hidden, kv_pools, states, counts, draft_hidden, experts)
@@ -361,5 +369,7 @@ class CausalLM(nnx.Module):
         own = self.architecture
         if layer >= self.config.num_layers:
             return own.has_further_layers
-        reads_other = self.config.layers[layer].cache_source is not None
-        return reads_other and name.startswith(own.unused_in_sharing_layers)
+        spec = self.config.layers[layer]
+        reuses = spec.latent and spec.latent.indexer and spec.latent.indexer.reuses
+        shares = spec.cache_source is not None or bool(reuses)
+        return shares and name.startswith(own.unused_in_sharing_layers)

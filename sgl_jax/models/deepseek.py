@@ -67,13 +67,16 @@ def latent_attention(
         latent_norm=_latent_norm("self_attn.kv_a_layernorm", sizes.rank, options),
         scale=config.score_scale,
         attend=options.kernels.attend_latents,
-        indexer=None if sizes.indexer is None else _indexer(sizes, spec, options, hidden),
+        indexer=_indexer(sizes, spec, options, hidden),
     )
 
 
-def _indexer(sizes: LatentConfig, spec: LayerSpec, options: BuildOptions, hidden: int) -> Indexer:
+def _indexer(
+    sizes: LatentConfig, spec: LayerSpec, options: BuildOptions, hidden: int
+) -> Indexer | None:
     own = sizes.indexer
-    assert own is not None
+    if own is None or own.reuses:
+        return None
     assert sizes.query_rank is not None
     module, width, turned = "self_attn.indexer", own.head_dim, sizes.rope_dim
 
@@ -129,7 +132,9 @@ def _up(sizes: LatentConfig, spec: LayerSpec, heads: int) -> tuple[Source, Sourc
     return as_floats(spec, keys), as_floats(spec, values)
 
 
-DEEPSEEK = Architecture(deepseek_layer, has_further_layers=True)
+DEEPSEEK = Architecture(
+    deepseek_layer, has_further_layers=True, unused_in_sharing_layers=("self_attn.indexer.",)
+)
 # Vision tensors are not read.
 MISTRAL3 = Architecture(
     mistral3_layer,

@@ -102,8 +102,8 @@ _DEEPSEEK = (
     )
 )
 _INDEXER = _names(
-    """index_head_dim index_n_heads index_topk indexer_rope_interleave indexer_types
-    mlp_layer_types"""
+    """index_head_dim index_n_heads index_skip_topk_offset index_topk index_topk_freq
+    index_topk_pattern indexer_rope_interleave indexer_types mlp_layer_types"""
 )
 _ROPE = _names(
     """attention_factor beta_fast beta_slow factor full_attention high_freq_factor low_freq_factor
@@ -247,7 +247,12 @@ _NEUTRAL_GEMMA4: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     }
 )
 _NEUTRAL_INDEXER: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    {"index_topk_freq": (1,), "layer_types": ("indexed_attention",)}
+    {
+        # Whether a draft layer chooses tokens once for several drafts. Here it chooses for each.
+        "index_share_for_mtp_iteration": (True,),
+        "layer_types": ("indexed_attention",),
+        "moe_router_dtype": ("float32",),
+    }
 )
 _NEUTRAL_OF: Mapping[str, Mapping[str, tuple[Any, ...]]] = MappingProxyType(
     {

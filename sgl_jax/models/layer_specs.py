@@ -4,7 +4,7 @@ These fields were renamed over the years; each spelling is read.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -107,6 +107,7 @@ def read_layers(raw: Mapping[str, Any], max_positions: int) -> tuple[LayerSpec, 
     windows = _windows(raw, kinds, max_positions)
     moe, recurrence = read_moe(raw), _recurrence(raw) if LINEAR in kinds else None
     latent = read_latent(raw) if has_latents(raw) else None
+    reuses = _reusing_layers(raw, num_layers) if has_indexer(raw) else [False] * num_layers
     query_scale = read_query_scale(raw, max_positions)
     unrotated_query_scale = read_unrotated_query_scale(raw)
     is_rotated = _rotated_layers(raw, num_layers)
@@ -117,7 +118,7 @@ def read_layers(raw: Mapping[str, Any], max_positions: int) -> tuple[LayerSpec, 
             sliding_window=windows.get(kind),
             moe=moe if sparse else None,
             recurrence=recurrence if kind == LINEAR else None,
-            latent=None if kind == LINEAR else latent,
+            latent=None if kind == LINEAR else reusing(latent) if reused else latent,
             query_scale=query_scale if rotated else unrotated_query_scale,
             is_chunked=kind == CHUNKED and windows.get(kind) is not None,
             heads=heads,
@@ -126,8 +127,8 @@ def read_layers(raw: Mapping[str, Any], max_positions: int) -> tuple[LayerSpec, 
             mlp_width=None if source is None else wide,
             mixes_tokens=kind not in FEEDING,
         )
-        for kind, rotated, sparse, heads, source in zip(
-            kinds, is_rotated, is_sparse, head_sizes, sources, strict=True
+        for kind, rotated, sparse, heads, source, reused in zip(
+            kinds, is_rotated, is_sparse, head_sizes, sources, reuses, strict=True
         )
     )
 
@@ -255,14 +256,51 @@ def _indexer(raw: Mapping[str, Any], rope_dim: int) -> IndexerConfig:
         top_k=positive_int(raw, "index_topk"),
         pairs_neighbours=switch(raw, "indexer_rope_interleave"),
     )
-    for kind in raw.get("indexer_types") or []:
-        if kind != "full":
-            raise ModelConfigError(f"indexer_types may only name full; {kind!r} is not supported")
     if own.head_dim <= rope_dim:
         raise ModelConfigError(
             f"index_head_dim ({own.head_dim}) must exceed qk_rope_head_dim ({rope_dim})"
         )
     return own
+
+
+def reusing(latent: LatentConfig | None, reuses: bool = True) -> LatentConfig | None:
+    """Return the sizes of a layer like `latent` that reuses the choice of an earlier indexer."""
+    if latent is None or latent.indexer is None:
+        return latent
+    return replace(latent, indexer=replace(latent.indexer, reuses=reuses))
+
+
+_LISTS_OF_INDEXERS = ("indexer_types", "index_topk_pattern")
+# The letters of a pattern, as a text or as a list, and the names of a list.
+_REUSES: Mapping[Any, bool] = MappingProxyType(
+    {"F": False, "S": True, "full": False, "shared": True}
+)
+
+
+def _reusing_layers(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
+    """Return which layers attend to the tokens that the last indexer before them chose.
+
+    They are listed, or are all but the first few (`index_skip_topk_offset`) and, after them, each
+    n-th (`index_topk_freq`).
+    """
+    listed = next((name for name in _LISTS_OF_INDEXERS if raw.get(name)), None)
+    if listed is None:
+        period = raw.get("index_topk_freq") or 1
+        offset = 2 if (given := raw.get("index_skip_topk_offset")) is None else given
+        for name, value in (("index_topk_freq", period), ("index_skip_topk_offset", offset)):
+            if not is_int(value) or value < 1:
+                raise ModelConfigError(f"{name} must be a positive integer, got {value!r}")
+        return [max(layer + 1 - offset, 0) % period != 0 for layer in range(num_layers)]
+    kinds = raw[listed]
+    if not isinstance(kinds, list | str) or not all(kind in _REUSES for kind in map(str, kinds)):
+        raise ModelConfigError(f"{listed} may name full and shared, got {kinds!r}")
+    found = [_REUSES[kind] for kind in kinds]
+    if len(found) != num_layers or found[0]:
+        raise ModelConfigError(
+            f"{listed} must be {num_layers} kinds (num_hidden_layers), the first full, got "
+            f"{kinds!r}"
+        )
+    return found
 
 
 def _recurrence(raw: Mapping[str, Any]) -> Recurrence:

@@ -27,6 +27,7 @@ from sgl_jax.planner.topology import Chip
 MATRIX_SHARE = 0.8  # of the matrix units' peak
 VECTOR_RATE = 400  # numbers per cycle: scores, converted weights, elements of recurrent chunks
 GATHER_SHARE = 0.6  # of the memory's bandwidth, for rows that XLA gathers
+CHOSEN_CYCLES = 12  # for each chosen latent, which one instruction stream fetches by its DMA
 _PRODUCTS = 3  # of an expert: gate, up, down
 BLOCK_PRODUCTS = 3  # the time of a chunk with decays by channel, to one of whole heads
 
@@ -110,26 +111,33 @@ def _chosen_time(
 ) -> KernelTime:
     """Return the time of attention to chosen tokens, when rows are longer than `top_k`.
 
-    In decode a chip of a rank reads the keys of its share of the rows, in prefill those of all rows
-    once for `PREFILL_QUERIES`. Then it reads the latents that each query chose, which XLA gathers.
-    A score has a number for each of the indexer's heads, and one for each bit of the bisection that
-    finds the greatest.
+    In decode a chip of a rank reads the keys and the chosen rows of its share of the rows, in
+    prefill those of all rows, and keys once for `PREFILL_QUERIES`. Layers that reuse a choice read
+    no keys. XLA gathers whole rows. A score has a number for each of the indexer's heads, and one
+    for each bit of the bisection that finds the greatest.
     """
     row_size = latent_row_size(sizes.rank, sizes.rope_dim, indexer.head_dim)
-    latent_share = latent_row_size(sizes.rank, sizes.rope_dim) / row_size
+    key_share = 1 - latent_row_size(sizes.rank, sizes.rope_dim) / row_size
     chips = 1 if work.is_prefill else min(memory.tp_size, work.rows)
     keys_read = work.query_key_pairs / PREFILL_QUERIES
     if not work.is_prefill:
         keys_read = work.kv_tokens_read / chips
-    chosen = work.tokens * indexer.top_k
-    pairs = work.query_key_pairs * config.num_attention_layers / chips
-    num_bytes = keys_read * (1 - latent_share) + chosen * latent_share / GATHER_SHARE
-    scores = chosen * config.num_heads / memory.tp_size * config.num_attention_layers
+    layers = config.num_attention_layers
+    choosing = config.num_indexers / layers
+    chosen = work.tokens * indexer.top_k / chips
+    pairs = work.query_key_pairs * config.num_indexers / chips
+    num_bytes = keys_read * key_share * choosing + chosen
+    # In decode with the heads of all chips.
+    heads = config.num_heads / (memory.tp_size / chips)
+    scores = chosen * heads * layers
     products = pairs * indexer.num_heads * indexer.head_dim + scores * (sizes.width + sizes.rank)
     return KernelTime(
         num_bytes * memory.kv_token_bytes / chip.hbm_bytes_per_s,
         _matrix_s(2 * products, chip),
-        _vector_s(pairs * (indexer.num_heads + 32) + scores, chip),
+        max(
+            _vector_s(pairs * (indexer.num_heads + 32) + scores, chip),
+            chosen * layers * CHOSEN_CYCLES / chip.clock_hz,
+        ),
     )
 
 

@@ -54,6 +54,7 @@ FAMILIES = (
     "qwen3_5",
     "deepseek_v3",
     "deepseek_v32",
+    "glm_moe_dsa_reuse",
     "kimi_linear",
 )
 

@@ -22,7 +22,7 @@ SIMILAR = (
 FURTHER = (
     *("smollm3", "seed_oss", "phi3", "olmo3", "glm4_moe", "minimax_m2"),
     *("ministral", "mistral3", "mistral4", "qwen3_vl_moe", "llama4", "gemma4", "gemma4_moe"),
-    *("deepseek_v32", "glm_moe_dsa", "granite", "granite_moe"),
+    *("deepseek_v32", "glm_moe_dsa", "glm_moe_dsa_reuse", "granite", "granite_moe"),
 )
 STATES = (
     *("qwen3_5", "qwen3_next", "qwen3_5_moe", "kimi_linear"),

@@ -14,6 +14,7 @@ from tests.executor.draft_checks import (
 from tests.executor.test_layer_drafts import DRAFTING
 from tests.models.latent_draft_reference import (
     QUANTIZED,
+    REUSING,
     SPARSE,
     LatentDraftReference,
     write_drafting_checkpoint,
@@ -78,9 +79,10 @@ def test_a_draft_layer_in_fp8_blocks_drafts_as_its_numbers_say(make_executor, tm
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("source", [SPARSE, REUSING], ids=lambda own: own.name)
 @pytest.mark.parametrize("settings", [{}, {"page_size": 1, "tp_size": 2}], ids=str)
-def test_a_draft_layer_with_an_indexer_drafts_as_its_numbers_say(make, tmp_path, settings):
-    folder = write_drafting_checkpoint(tmp_path, SPARSE)
+def test_a_draft_layer_with_an_indexer_drafts_as_its_numbers_say(make, tmp_path, settings, source):
+    folder = write_drafting_checkpoint(tmp_path, source)
     executor = make(model_path=str(folder), **DRAFTING, **settings)
     reference = LatentDraftReference(folder)
     assert check_drafts(executor, reference, 7) > 15

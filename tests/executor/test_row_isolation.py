@@ -23,6 +23,7 @@ MODELS = (
     "qwen3_next",
     "deepseek_v3",
     "deepseek_v32",
+    "glm_moe_dsa_reuse",
     "qwen3",
     "qwen3_moe",
     "gemma3",

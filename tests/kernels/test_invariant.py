@@ -343,7 +343,7 @@ def test_attention_to_latents_depends_on_neither_batch_nor_cuts() -> None:
             with invariant_rows(BLOCKS):
                 return KERNELS.attend_latents(queries, given, up, cache, jnp.int32(0), batch, 0.1)
 
-        out, cache = simulate(attend, cache, places, tables, own)
+        out, cache, _ = simulate(attend, cache, places, tables, own)
         ends = np.cumsum([count for _, _, count in steps])
         return np.split(np.asarray(out), ends), cache
 

@@ -17,6 +17,8 @@ from tests.models.golden_server import GOLDEN
 SOURCE = GOLDEN / "deepseek_v3"
 # With an indexer.
 SPARSE = GOLDEN / "deepseek_v32"
+# With layers that reuse the choice of an indexer; the last is one of them.
+REUSING = GOLDEN / "glm_moe_dsa_reuse"
 # In fp8 blocks, as DeepSeek publishes its models.
 QUANTIZED = GOLDEN / "quantized" / "latent_fp8_block"
 FILE = "model.safetensors"
@@ -60,10 +62,13 @@ def write_drafting_checkpoint(folder: Path, source=SOURCE, seed=0, *, query_late
             queries = rng.normal(0, 0.3, shape).astype(np.float32)
             weights[first.replace("q_a_proj", "q_proj")] = queries
     last, own = (f"model.layers.{config['num_hidden_layers'] + i}" for i in (-1, 0))
+    like = {name.replace(last, own): array for name, array in weights.items() if last in name}
+    for name, array in weights.items():
+        if name.startswith("model.layers.0.self_attn.indexer."):
+            like.setdefault(name.replace("model.layers.0", own), array)
     drafts = {
-        name.replace(last, own): rng.permutation(array.reshape(-1)).reshape(array.shape)
-        for name, array in weights.items()
-        if name.startswith(last)
+        name: rng.permutation(array.reshape(-1)).reshape(array.shape)
+        for name, array in like.items()
     }
     hidden = config["hidden_size"]
     for name in ("enorm", "hnorm", "shared_head.norm"):
@@ -107,6 +112,7 @@ class LatentDraftReference:
 
     def __init__(self, folder):
         self.config = json.loads((folder / "config.json").read_text())
+        self.choice = {}  # of each position, by the last indexer
         stored = load_tensors(folder)
         self.weights = {name: own.astype(np.float64) for name, own in stored.items()}
         for name in [own for own in stored if own.endswith(SCALES)]:
@@ -154,11 +160,16 @@ class LatentDraftReference:
         keys /= np.sqrt(np.mean(keys * keys, axis=-1, keepdims=True) + 1e-6)
         keys = keys * self.weights[f"{name}.k_norm.weight"] + self.weights[f"{name}.k_norm.bias"]
         queries = self.project(f"{name}.wq_b", latent).reshape(len(x), heads, -1)
+        neighbours = own["model_type"] == "glm_moe_dsa"
         queries, keys = (
             np.concatenate(
-                [self.rotated(own[..., :rope], positions, neighbours=False), own[..., rope:]], -1
+                [
+                    self.rotated(part[..., :rope], positions, neighbours=neighbours),
+                    part[..., rope:],
+                ],
+                -1,
             )
-            for own in (queries, keys[:, None])
+            for part in (queries, keys[:, None])
         )
         return queries, self.project(f"{name}.weights_proj", x), keys[:, 0]
 
@@ -179,14 +190,18 @@ class LatentDraftReference:
         growth = 0.1 * own["rope_parameters"].get("mscale_all_dim", 0) * math.log(self.stretch) + 1
         found = np.zeros((len(x), heads, own["v_head_dim"]))
         top_k, indexed = own.get("index_topk"), [np.zeros(len(x))] * 3
-        if top_k:
+        kinds, number = own.get("indexer_types") or [], int(name.split(".")[2])
+        reuses = kinds[number : number + 1] == ["shared"]
+        if top_k and not reuses:
             indexed = self.indexer(f"{name}.indexer", x, latent, positions)
         for i, position in enumerate(positions):
             cache[position] = latents[i], rotated[i], indexed[2][i]
             seen = np.arange(position + 1)
-            if top_k:
+            if top_k and not reuses:
                 keys = np.array([cache[p][2] for p in seen])
-                seen = chosen_tokens(indexed[0][i], indexed[1][i], keys, top_k)
+                self.choice[position] = chosen_tokens(indexed[0][i], indexed[1][i], keys, top_k)
+            if top_k:
+                seen = self.choice[position]
             before = [np.array([cache[p][j] for p in seen]) for j in (0, 1)]
             both = self.project(f"{name}.kv_b_proj", before[0]).reshape(len(seen), heads, -1)
             for head in range(heads):

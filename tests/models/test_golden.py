@@ -25,14 +25,14 @@ FAMILIES = (
 FURTHER = (
     *("smollm3", "phi3", "olmo3", "glm4_moe", "minimax_m2"),
     *("mistral3", "mistral4", "qwen3_vl_moe", "llama4", "gemma4", "gemma4_moe", "deepseek_v32"),
-    *("kimi_linear", "granite_hybrid", "nemotron_h"),
+    *("glm_moe_dsa_reuse", "kimi_linear", "granite_hybrid", "nemotron_h"),
 )
 HYBRIDS = ("kimi_linear", "granite_hybrid", "nemotron_h")
 WITH_STATE_SPACES = ("granite_hybrid", "granite_hybrid_dense", "nemotron_h", "nemotron_h_dense")
 FURTHER_EXPERTS = (
     *("glm4_moe", "glm4_moe_groups", "minimax_m2"),
     *("mistral4", "qwen3_vl_moe", "llama4", "gemma4_moe", "deepseek_v32", "glm_moe_dsa"),
-    *("kimi_linear", "granite_moe", "granite_hybrid", "nemotron_h"),
+    *("glm_moe_dsa_reuse", "kimi_linear", "granite_moe", "granite_hybrid", "nemotron_h"),
 )
 FURTHER_SHAPES = (
     *("seed_oss", "phi3_window", "glm4_moe_groups"),
@@ -172,7 +172,7 @@ COPIED_EXPERTS_OVER_RANKS = Setup(dp=2, ep=2, copies=3)
                 *[(family, SIMULATED_TPU) for family in ("smollm3", "olmo3", "llama4")],
                 *[
                     (family, setup)
-                    for family in ("deepseek_v32", "kimi_linear")
+                    for family in ("deepseek_v32", "glm_moe_dsa_reuse", "kimi_linear")
                     for setup in (TWO_CHIPS, SPLIT_WEIGHTS, SEQUENCE_PARALLEL, UNROLLED)
                 ],
                 *[

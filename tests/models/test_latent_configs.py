@@ -11,6 +11,7 @@ from sgl_jax.executor.engine_config import EngineConfig
 from sgl_jax.models.architecture import BuildOptions
 from sgl_jax.models.config import ModelConfig, ModelConfigError
 from sgl_jax.models.registry import build_model
+from sgl_jax.planner.arguments import read_config
 
 V3 = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -115,6 +116,44 @@ def test_an_indexer_chooses_tokens_and_its_keys_are_cached():
     ]
 
 
+GLM_5_2 = {"index_topk_freq": 4, "index_skip_topk_offset": 3}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, "FFFFFFFFF"),
+        (GLM_5_2, "FFFSSSFSS"),
+        ({"index_topk_freq": 2}, "FFSFSFSFS"),
+        (GLM_5_2 | {"index_topk_pattern": "FSSSSSSSF"}, "FSSSSSSSF"),
+        ({"index_topk_pattern": list("FSFSFSFSF")}, "FSFSFSFSF"),
+        (GLM_5_2 | {"indexer_types": ["full", *["shared"] * 8]}, "FSSSSSSSS"),
+    ],
+    ids=str,
+)
+def test_layers_reuse_the_choice_of_an_earlier_indexer(fields, expected):
+    config = ModelConfig.from_dict(GLM | {"num_hidden_layers": 9} | fields)
+    kinds = ["S" if spec.latent.indexer.reuses else "F" for spec in config.layers]
+    assert "".join(kinds) == expected
+    assert config.reused_top_k == (2048 if "S" in expected else None)
+    assert config.num_indexers == expected.count("F")
+
+
+def test_a_draft_layer_after_a_layer_that_reuses_a_choice_has_an_indexer():
+    config = read_config("glm-5.2")
+    assert config.layers[-1].latent.indexer.reuses
+    assert not config.drafting().draft_layer.latent.indexer.reuses
+    assert (config.num_indexers, config.drafting().num_indexers) == (21, 22)
+
+
+def test_an_indexer_that_a_layer_leaves_out_is_spare():
+    model = build_model(
+        ModelConfig.from_dict(GLM | {"index_topk_pattern": "FSFFF"}), BuildOptions(dtype="float32")
+    )
+    assert model.is_spare("model.layers.1.self_attn.indexer.wk.weight")
+    assert not model.is_spare("model.layers.2.self_attn.indexer.wk.weight")
+
+
 def test_layers_with_experts_may_be_named():
     kinds = ["dense", "sparse", "dense", "sparse", "sparse"]
     config = ModelConfig.from_dict(V32 | {"mlp_layer_types": kinds})
@@ -127,8 +166,15 @@ def test_layers_with_experts_may_be_named():
         ({"index_topk": 0}, "index_topk must be a positive integer"),
         ({"index_head_dim": 64}, r"index_head_dim \(64\) must exceed qk_rope_head_dim \(64\)"),
         ({"q_lora_rank": None}, "lacks 'q_lora_rank'"),
-        ({"indexer_types": ["full", "shared"]}, "indexer_types may only name full; 'shared'"),
-        ({"index_topk_freq": 4}, "index_topk_freq = 4 is not supported"),
+        ({"indexer_types": ["full", "shared"]}, "indexer_types must be 5 kinds .*, the first full"),
+        ({"index_topk_pattern": "SFFFF"}, "index_topk_pattern must be 5 kinds .*, the first full"),
+        (
+            {"index_topk_pattern": "FFXFF"},
+            "index_topk_pattern may name full and shared, got 'FFXFF",
+        ),
+        ({"indexer_types": 5}, "indexer_types may name full and shared, got 5"),
+        ({"index_topk_freq": -1}, "index_topk_freq must be a positive integer, got -1"),
+        ({"index_skip_topk_offset": 0}, "index_skip_topk_offset must be a positive integer, got 0"),
         ({"mlp_layer_types": ["dense"]}, "mlp_layer_types must be a list of 5 names dense or"),
         ({"layer_types": ["full_attention"] * 5}, "layer_types = .* is not supported"),
     ],

@@ -4,7 +4,7 @@ import pytest
 
 from sgl_jax.planner.arguments import parse_plan_request, read_config
 from sgl_jax.planner.kernel_time import (
-    GATHER_SHARE,
+    CHOSEN_CYCLES,
     MATRIX_SHARE,
     DeviceBytes,
     StepWork,
@@ -80,12 +80,24 @@ def test_decode_of_chosen_tokens_reads_a_share_of_the_keys_and_some_latents():
     work = StepWork(rows, rows * context, rows * context, rows, is_prefill=False)
     device = DeviceBytes(0, 0, 0, 2, 61 * (640 + 128) * 2, tp_size=8)
     time = attention_time(work, sizes, device, CHIPS["v6e"])
-    token_bytes = 256 * context / 8 + 1280 * 2048 / GATHER_SHARE
+    token_bytes = 256 * context / 8 + 1536 * 2048 / 8
     seconds = rows * 61 * token_bytes / CHIPS["v6e"].hbm_bytes_per_s
     assert time.hbm_s == pytest.approx(seconds)
+    assert time.vector_s >= rows / 8 * 61 * 2048 * CHOSEN_CYCLES / CHIPS["v6e"].clock_hz
     short = StepWork(rows, rows * 2048, rows * 2048, rows, is_prefill=False)
     dense = rows * 2048 * device.kv_token_bytes / CHIPS["v6e"].hbm_bytes_per_s
     assert attention_time(short, sizes, device, CHIPS["v6e"]).hbm_s == pytest.approx(dense)
+
+
+def test_layers_that_reuse_a_choice_read_no_keys():
+    context, work = 131072, StepWork(1, 131072, 131072, 1, is_prefill=False)
+    device = DeviceBytes(0, 0, 0, 2, 78 * (640 + 128) * 2, tp_size=1)
+    times = [
+        attention_time(work, read_config(f"glm-{n}"), device, CHIPS["v6e"]) for n in ("5", "5.2")
+    ]
+    all_bytes, some_bytes = (own.hbm_s * CHIPS["v6e"].hbm_bytes_per_s for own in times)
+    assert all_bytes == pytest.approx(78 * (256 * context + 1536 * 2048))
+    assert some_bytes == pytest.approx(21 * 256 * context + 78 * 1536 * 2048)
 
 
 def test_rows_with_keys_of_an_indexer_are_a_fifth_wider():

@@ -27,6 +27,7 @@ from sgl_jax.kernels.attention.batch import AttentionBatch
 from sgl_jax.kernels.latent_attention.latents import (
     IndexQueries,
     LatentQueries,
+    ReusedChoice,
     UpProjections,
 )
 
@@ -43,8 +44,8 @@ class PagedLatentAttention(Protocol):
         layer: jax.Array,
         batch: AttentionBatch,
         scale: float,
-        index: IndexQueries | None = None,
-    ) -> tuple[jax.Array, jax.Array]:
+        index: IndexQueries | ReusedChoice | None = None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Attend with the shapes of one chip of one data-parallel rank.
 
         Args:
@@ -59,10 +60,13 @@ class PagedLatentAttention(Protocol):
             batch: rows and pages.
             scale: factor for the products of queries and keys.
             index: if given, its keys are written, too, and a query attends only to the `top_k`
-                tokens with the highest scores; the first of equal scores count.
+                tokens with the highest scores; the first of equal scores count. Or the choice of an
+                earlier layer.
 
         Returns:
             out: [T, heads, value_dim] in the queries' dtype; finite but unspecified for padding.
             kv_cache: with the new latents.
+            chosen: int32 [T, top_k], the tokens attended to, if later layers reuse the choice
+                (`IndexQueries.is_reused`) and rows may have more than `top_k` tokens; else None.
         """
         ...

@@ -40,6 +40,18 @@ class IndexQueries(NamedTuple):
     keys: jax.Array  # [T, index_dim] of the same tokens
     top_k: int  # static; tokens that a query attends to, if so many are before it
     shared_over: str | None = None  # static; the mesh axis of chips that share the choice
+    is_reused: bool = False  # static; whether later layers attend to the tokens chosen here
+
+
+class ReusedChoice(NamedTuple):
+    """The tokens that an earlier layer's indexer chose for each query of the step."""
+
+    chosen: jax.Array  # int32 [T, top_k], as `chosen.choose` returns them; not read in a dense step
+    shared_over: str | None = None  # static; as of the layer that chose
+
+    @property
+    def top_k(self) -> int:
+        return self.chosen.shape[1]
 
 
 def latent_row_size(rank: int, rope_dim: int, key_dim: int = 0) -> int:
@@ -52,13 +64,18 @@ def latent_row_size(rank: int, rope_dim: int, key_dim: int = 0) -> int:
 
 
 def cached_rows(
-    latents: jax.Array, index: IndexQueries | None, row_size: int, dtype: DTypeLike
+    latents: jax.Array,
+    index: IndexQueries | ReusedChoice | None,
+    row_size: int,
+    dtype: DTypeLike,
 ) -> jax.Array:
     """Convert latents [T, rank + rope_dim] to rows [T, row_size] of a cache of `dtype`."""
-    parts = [latents] if index is None else [latents, index.keys]
+    parts = [latents, index.keys] if isinstance(index, IndexQueries) else [latents]
     padded = [jnp.pad(part, ((0, 0), (0, -part.shape[1] % LANES))) for part in parts]
     rows = jnp.concatenate(padded, axis=1)
-    assert rows.shape[1] == row_size
+    # A layer that reuses a choice has no keys in rows of the same size.
+    assert rows.shape[1] == row_size or isinstance(index, ReusedChoice)
+    rows = jnp.pad(rows, ((0, 0), (0, row_size - rows.shape[1])))
     return as_cached(dtype, rows)[0]
 
 

@@ -18,11 +18,13 @@ from sgl_jax.kernels.attention.tpu.prefill import prefill_attention
 from sgl_jax.kernels.attention.tpu.shared import CacheSlots, Expansion
 from sgl_jax.kernels.attention.tpu.tuned import DecodeBlocks, PrefillBlocks, invariant_blocks
 from sgl_jax.kernels.attention.tpu.write import write_slots
-from sgl_jax.kernels.latent_attention.chosen import attend_if_chosen
+from sgl_jax.kernels.latent_attention.choice import positions_of_greatest
+from sgl_jax.kernels.latent_attention.chosen import ChoiceKernels, attend_if_chosen
 from sgl_jax.kernels.latent_attention.index_scores import index_scores
 from sgl_jax.kernels.latent_attention.latents import (
     IndexQueries,
     LatentQueries,
+    ReusedChoice,
     UpProjections,
     absorbed_queries,
     cached_rows,
@@ -81,10 +83,10 @@ def latent_attention(
     layer: jax.Array,
     batch: AttentionBatch,
     scale: float,
-    index: IndexQueries | None = None,
+    index: IndexQueries | ReusedChoice | None = None,
     *,
     is_invariant: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Implement `interface.PagedLatentAttention`.
 
     With `is_invariant`, the bits of a token's result depend only on the tokens before it. Raises
@@ -99,8 +101,8 @@ def latent_attention(
         return attend(queries, up, kv_cache, layer, batch, ScoreOptions(scale))
 
     shared = kv_cache, layer, batch, scale, index
-    out = attend_if_chosen(dense, queries, up, *shared, index_scores)
-    return out, kv_cache
+    out, chosen = attend_if_chosen(dense, queries, up, *shared, CHOICE)
+    return out, kv_cache, chosen
 
 
 def attend_to_all(
@@ -188,3 +190,26 @@ def expanded_prefill(
     by_group = jax.tree.map(lambda x: x.reshape(heads // each, each, *x.shape[1:]), up)
     out = lax.map(attend, (q.swapaxes(0, 1), by_group))
     return out.swapaxes(0, 1).reshape(num_tokens, heads, -1)
+
+
+def attend_to_gathered(
+    q: jax.Array, latents: jax.Array, num_chosen: jax.Array, rank: int, scale: float
+) -> jax.Array:
+    """Implement `chosen.AttendGathered`: the gathered rows are a cache, each query a row."""
+    num_rows, k, row_size = latents.shape
+    latents = jnp.pad(latents, ((0, 0), (0, -k % LANES), (0, 0)))
+    pages = latents.shape[1] // LANES
+    table = jnp.arange(num_rows * pages, dtype=jnp.int32).reshape(num_rows, pages)
+    starts = jnp.maximum(num_chosen - 1, 0)
+    batch = AttentionBatch.build(
+        table, starts, jnp.ones_like(starts), jnp.int32(num_rows), num_rows
+    )
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, row_size - q.shape[2])))
+    cache = latents.reshape(1, num_rows * pages, 1, LANES, row_size)
+    options, slots = ScoreOptions(scale), latent_slots(rank)
+    blocks = DECODE_BLOCKS
+    out = decode_attention(q, cache, jnp.int32(0), batch, options, slots=slots, blocks=blocks)
+    return out[..., :rank]
+
+
+CHOICE = ChoiceKernels(index_scores, positions_of_greatest, attend_to_gathered)

@@ -15,15 +15,24 @@ from sgl_jax.kernels.attention.xla import (
     attend_cached,
     write_slots,
 )
-from sgl_jax.kernels.latent_attention.chosen import attend_if_chosen, xla_index_scores
+from sgl_jax.kernels.latent_attention.chosen import (
+    ChoiceKernels,
+    attend_if_chosen,
+    attend_to_gathered,
+    positions_of_greatest,
+    xla_index_scores,
+)
 from sgl_jax.kernels.latent_attention.latents import (
     IndexQueries,
     LatentQueries,
+    ReusedChoice,
     UpProjections,
     absorbed_queries,
     cached_rows,
     values_of_latents,
 )
+
+CHOICE = ChoiceKernels(xla_index_scores, positions_of_greatest, attend_to_gathered)
 
 
 class _Latents(NamedTuple):
@@ -55,10 +64,10 @@ def latent_attention(
     layer: jax.Array,
     batch: AttentionBatch,
     scale: float,
-    index: IndexQueries | None = None,
+    index: IndexQueries | ReusedChoice | None = None,
     *,
     attend: AttendCached = attend_cached,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Implement `interface.PagedLatentAttention`."""
     rows = cached_rows(latents, index, kv_cache.shape[4], kv_cache.dtype)
     kv_cache = write_slots(rows[:, None], kv_cache, layer, batch)
@@ -69,5 +78,5 @@ def latent_attention(
         return values_of_latents(found, up)
 
     shared = kv_cache, layer, batch, scale, index
-    out = attend_if_chosen(dense, queries, up, *shared, xla_index_scores)
-    return out, kv_cache
+    out, chosen = attend_if_chosen(dense, queries, up, *shared, CHOICE)
+    return out, kv_cache, chosen

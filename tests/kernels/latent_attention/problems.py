@@ -9,6 +9,7 @@ from sgl_jax.kernels.attention.batch import AttentionBatch
 from sgl_jax.kernels.latent_attention.latents import (
     IndexQueries,
     LatentQueries,
+    ReusedChoice,
     UpProjections,
     latent_row_size,
 )
@@ -62,7 +63,15 @@ class LatentProblem(NamedTuple):
     kv_starts: np.ndarray
     q_lens: np.ndarray
     num_decode: np.int32
-    index: IndexQueries | None = None
+    index: IndexQueries | ReusedChoice | None = None
+
+    def static_index(
+        self, program: LatentProgram, is_reused: bool = False
+    ) -> IndexQueries | ReusedChoice | None:
+        """The index, with what is not traced."""
+        if isinstance(self.index, IndexQueries):
+            return self.index._replace(top_k=program.top_k, is_reused=is_reused)
+        return self.index
 
 
 def build(case: Case) -> LatentProblem:

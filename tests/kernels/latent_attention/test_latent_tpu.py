@@ -12,7 +12,7 @@ from jax.experimental.pallas.tpu import force_tpu_interpret_mode
 from sgl_jax.kernels.attention.tpu import prefill, query_blocks, stacks, write
 from sgl_jax.kernels.attention.tpu.shared import Pages
 from sgl_jax.kernels.attention.tpu.tuned import DecodeBlocks, PrefillBlocks
-from sgl_jax.kernels.latent_attention import index_scores, tpu
+from sgl_jax.kernels.latent_attention import choice, index_scores, tpu
 from sgl_jax.kernels.pallas_tpu import wait
 from tests.kernels.attention.problems import LAYER, Case, as_float8, cases
 from tests.kernels.latent_attention.problems import (
@@ -69,7 +69,7 @@ def attend(program, mode):
                 jnp.int32(LAYER),
                 make_batch(problem, program),
                 SCALE,
-                problem.index and problem.index._replace(top_k=program.top_k),
+                problem.static_index(program),
             )
 
     return run
@@ -81,7 +81,7 @@ compiled = lru_cache(attend)
 def check(case, run):
     """Results, and all of the cache but the null page: other layers and unused slots too."""
     problem, program = build(case), case.program
-    out, cache = simulate(run, problem)
+    out, cache, _ = simulate(run, problem)
     want, want_cache = expected(problem, program)
     num_tokens = problem.q_lens.sum()
     found = np.asarray(out, np.float64)
@@ -268,6 +268,26 @@ def check_scores(mode, cache_dtype=jnp.float32):
 )
 def test_scores_of_cached_keys_are_those_of_the_indexer(case):
     check_scores(*case)
+
+
+@pytest.mark.parametrize("sizes", [(300, 7), *long((2500, 300), (17000, 2048))], ids=str)
+def test_the_greatest_scores_are_found_with_ties_and_what_is_not_finite(sizes):
+    """In one group of blocks and in several; the places of a stable sort."""
+    n, k = sizes
+    rng = np.random.default_rng(k)
+    scores = rng.integers(-4, 4, (4, n)) * rng.choice([0.0, -1, 1e-30, 3], (4, 1))
+    scores[0, rng.integers(0, n, 9)] = np.nan
+    scores[1, rng.integers(0, n, n // 2)] = -np.inf
+    scores[2] = rng.normal(size=n)
+    scores[3, k // 2 :] = -np.inf
+    with force_tpu_interpret_mode(MODES["lazy"]):
+        found = np.asarray(choice.positions_of_greatest(jnp.asarray(scores, jnp.float32), k))
+    for own, places in zip(scores.astype(np.float32), found, strict=True):
+        ranked = np.where(np.isnan(own), np.inf, own)
+        order = np.argsort(-ranked, kind="stable")[:k]
+        right = np.sort(order[ranked[order] > -np.inf])
+        assert places[: len(right)].tolist() == right.tolist()
+        assert (places[len(right) :] == -1).all()
 
 
 def test_keys_of_another_block_are_noticed(monkeypatch):

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from sgl_jax.kernels.latent_attention import chosen
+from sgl_jax.kernels.latent_attention.latents import ReusedChoice
 from sgl_jax.kernels.latent_attention.xla import latent_attention
 from tests.kernels.attention.problems import LAYER, Case, cases
 from tests.kernels.latent_attention.problems import (
@@ -33,8 +34,8 @@ INDEXED = (
 )
 
 
-@partial(jax.jit, static_argnames="program")
-def attend(problem, program):
+@partial(jax.jit, static_argnames=("program", "is_reused"))
+def attend(problem, program, is_reused=False):
     return latent_attention(
         problem.queries,
         problem.latents,
@@ -43,13 +44,13 @@ def attend(problem, program):
         jnp.int32(LAYER),
         make_batch(problem, program),
         SCALE,
-        problem.index and problem.index._replace(top_k=program.top_k),
+        problem.static_index(program, is_reused),
     )
 
 
 def check(case, atol):
     problem = build(case)
-    out, cache = attend(problem, case.program)
+    out, cache, _ = attend(problem, case.program)
     expected_out, expected_cache = expected(problem, case.program)
     num_tokens = problem.q_lens.sum()
     found = np.asarray(out[:num_tokens], np.float64)
@@ -83,6 +84,34 @@ def test_latents_are_attended_to_as_the_cache_holds_them(dtype, cache_dtype):
     )
 
 
+@pytest.mark.parametrize("program", [INDEXED[0], *long(INDEXED[1])], ids=["1", "16"])
+def test_a_later_layer_attends_to_the_tokens_that_an_earlier_one_chose(program):
+    decodes, prefills = [(100, 3), (17, 1)], [(90, 40)]
+    problem = build(Case(program, decodes, prefills, 0, seed=3))
+    num_tokens = problem.q_lens.sum()
+    first, _, chosen = attend(problem, program, is_reused=True)
+    found, cache, nothing = attend(problem._replace(index=ReusedChoice(chosen)), program)
+    assert nothing is None
+    assert (np.asarray(found)[:num_tokens] == np.asarray(first)[:num_tokens]).all()
+    ends = np.concatenate([start + 1 + np.arange(length) for start, length in decodes + prefills])
+    num_chosen = (np.asarray(chosen)[:num_tokens] >= 0).sum(axis=1)
+    assert num_chosen.tolist() == np.minimum(ends, program.top_k).tolist()
+    # It writes no keys.
+    page = problem.page_table[0, 100 // program.page_size]
+    assert not np.asarray(cache)[LAYER, page, 0, 100 % program.page_size, -128:].any()
+
+
+def test_a_step_of_short_rows_has_no_choice_and_needs_none():
+    program = INDEXED[1]
+    problem = build(Case(program, [(7, 1)], [(0, 9)], 0, seed=3))
+    _, _, chosen = attend(problem, program, is_reused=True)
+    assert not np.asarray(chosen).any()
+    check_dense = problem._replace(index=ReusedChoice(jnp.full_like(chosen, -1)))
+    found, _, _ = attend(check_dense, program)
+    want, _ = expected(problem._replace(index=None), program)
+    np.testing.assert_allclose(found[:10], want[:10], rtol=0, atol=2e-5)
+
+
 def test_the_choice_is_by_keys_as_the_cache_holds_them():
     program = INDEXED[0]._replace(dtype=jnp.dtype("bfloat16"), cache_dtype=jnp.int8, page_size=16)
     check(Case(program, [(100, 3), (17, 1)], [(90, 40)], 0, seed=3), 0.05)
@@ -95,8 +124,9 @@ def test_the_greatest_scores_are_found_with_ties_and_what_is_not_finite(k):
     scores[0, 0, rng.integers(0, 300, 9)] = np.nan
     scores[:, 1, rng.integers(0, 300, 200)] = -np.inf
     scores[2] = -np.inf
+    scores = scores.reshape(-1, 300)
     found = np.asarray(chosen.positions_of_greatest(jnp.asarray(scores), k))
-    for own, places in zip(scores.reshape(-1, 300), found.reshape(-1, k), strict=True):
+    for own, places in zip(scores, found, strict=True):
         ranked = np.where(np.isnan(own), np.inf, own)
         order = np.argsort(-ranked, kind="stable")[:k]
         right = np.sort(order[ranked[order] > -np.inf])
