@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from sgl_jax.kernels.latent_attention.chosen import positions_of_greatest, xla_index_scores
+from sgl_jax.kernels.latent_attention.chosen_xla import positions_of_greatest, xla_index_scores
 from sgl_jax.kernels.latent_attention.latents import latent_row_size
 
 HEADS, KEY_DIM, TOP_K, VALUE_DIM = 64, 128, 2048, 128

@@ -149,12 +149,6 @@ class ModelConfig:
         return next((own.top_k for own in indexers if own and own.reuses), None)
 
     @property
-    def num_indexers(self) -> int:
-        """Return the number of layers that choose tokens, including the draft layer."""
-        indexers = (spec.latent.indexer for spec in self.all_layers if spec.latent)
-        return sum(own is not None and not own.reuses for own in indexers)
-
-    @property
     def rope_head_dim(self) -> int:
         return self.head_dim if self.latent is None else self.latent.rope_dim
 

@@ -270,6 +270,12 @@ def reusing(latent: LatentConfig | None, reuses: bool = True) -> LatentConfig | 
     return replace(latent, indexer=replace(latent.indexer, reuses=reuses))
 
 
+def num_indexers(specs: Sequence[LayerSpec]) -> int:
+    """Return the number of layers that choose tokens."""
+    indexers = (spec.latent.indexer for spec in specs if spec.latent)
+    return sum(own is not None and not own.reuses for own in indexers)
+
+
 _LISTS_OF_INDEXERS = ("indexer_types", "index_topk_pattern")
 # The letters of a pattern, as a text or as a list, and the names of a list.
 _REUSES: Mapping[Any, bool] = MappingProxyType(

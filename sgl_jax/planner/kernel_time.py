@@ -21,6 +21,7 @@ from sgl_jax.kernels.latent_attention.tpu import EXPANDED_QUERIES, EXPANDED_TOKE
 from sgl_jax.kernels.quantized_matmul.tpu import kernel_of
 from sgl_jax.kernels.tpu_chip import LANES
 from sgl_jax.models.config import LayerSpec, ModelConfig, MoeConfig
+from sgl_jax.models.layer_specs import num_indexers
 from sgl_jax.planner.quantized_products import QuantizedProduct
 from sgl_jax.planner.topology import Chip
 
@@ -123,10 +124,10 @@ def _chosen_time(
     if not work.is_prefill:
         keys_read = work.kv_tokens_read / chips
     layers = config.num_attention_layers
-    choosing = config.num_indexers / layers
+    num_choosing = num_indexers(config.all_layers)
     chosen = work.tokens * indexer.top_k / chips
-    pairs = work.query_key_pairs * config.num_indexers / chips
-    num_bytes = keys_read * key_share * choosing + chosen
+    pairs = work.query_key_pairs * num_choosing / chips
+    num_bytes = keys_read * key_share * num_choosing / layers + chosen
     # In decode with the heads of all chips.
     heads = config.num_heads / (memory.tp_size / chips)
     scores = chosen * heads * layers

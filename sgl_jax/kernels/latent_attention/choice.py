@@ -25,7 +25,7 @@ _LEAST = -(1 << 31) + (1 << 23) - 1  # of -inf, see `_ordered`
 
 
 def positions_of_greatest(scores: jax.Array, k: int) -> jax.Array:
-    """Implement `chosen.positions_of_greatest`."""
+    """Implement `chosen_xla.positions_of_greatest`."""
     num_rows, n = scores.shape
     blocks = -(-n // LANES)
     group = min(LANES, -(-blocks // 16) * 16)

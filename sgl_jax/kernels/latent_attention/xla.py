@@ -15,9 +15,8 @@ from sgl_jax.kernels.attention.xla import (
     attend_cached,
     write_slots,
 )
-from sgl_jax.kernels.latent_attention.chosen import (
-    ChoiceKernels,
-    attend_if_chosen,
+from sgl_jax.kernels.latent_attention.chosen import ChoiceKernels, attend_if_chosen
+from sgl_jax.kernels.latent_attention.chosen_xla import (
     attend_to_gathered,
     positions_of_greatest,
     xla_index_scores,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from sgl_jax.kernels.latent_attention import chosen
+from sgl_jax.kernels.latent_attention import chosen_xla
 from sgl_jax.kernels.latent_attention.latents import ReusedChoice
 from sgl_jax.kernels.latent_attention.xla import latent_attention
 from tests.kernels.attention.problems import LAYER, Case, cases
@@ -72,7 +72,7 @@ def test_agrees_with_float64_on_any_ragged_batch(case):
 @given(cases(INDEXED))
 def test_chosen_tokens_are_attended_to_on_any_ragged_batch(case):
     """The choice is exact: the scores are whole numbers, and some of them are equal."""
-    with mock.patch.object(chosen, "SCORED_KEYS", 48):
+    with mock.patch.object(chosen_xla, "SCORED_KEYS", 48):
         check(case, 2e-5)
 
 
@@ -125,7 +125,7 @@ def test_the_greatest_scores_are_found_with_ties_and_what_is_not_finite(k):
     scores[:, 1, rng.integers(0, 300, 200)] = -np.inf
     scores[2] = -np.inf
     scores = scores.reshape(-1, 300)
-    found = np.asarray(chosen.positions_of_greatest(jnp.asarray(scores), k))
+    found = np.asarray(chosen_xla.positions_of_greatest(jnp.asarray(scores), k))
     for own, places in zip(scores, found, strict=True):
         ranked = np.where(np.isnan(own), np.inf, own)
         order = np.argsort(-ranked, kind="stable")[:k]
