@@ -333,9 +333,11 @@ FAMILIES = {
 def randomise_tower(model: PreTrainedModel) -> None:
     """Give the tower's matrices and tables larger values than initial ones, which are constants in
     Gemma's, and so small in all that an image's tokens would hardly differ."""
+    # Gemma 4's scores are not scaled down: larger values would add more rounding than variety.
+    size = 0.1 if type(model) is Gemma4ForConditionalGeneration else 0.15
     for name, weight in model.named_parameters():
         if weight.ndim > 1 and any(part in name for part in _OF_TOWERS):
-            weight.data = 0.15 * torch.randn_like(weight)
+            weight.data = size * torch.randn_like(weight)
 
 
 @torch.no_grad()
