@@ -28,6 +28,7 @@ from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request
 from sgl_jax.scheduler.scheduler import Scheduler
 from sgl_jax.scheduler.step_builder import StepBuilder
+from sgl_jax.scheduler.step_builders import StepBuilders
 from sgl_jax.scheduler.waiting.waiting_queue import WaitingQueue
 from sgl_jax.scheduler.working_set import HOLD_STEPS, WorkingSet
 
@@ -59,7 +60,7 @@ class Liveness:
         self._stayed_since: dict[tuple[str, int], int] = {}  # by rid and retracts before
         admit_into = scheduler._admission.admit_into
 
-        def watched(ranks: Ranks, builders: Sequence[StepBuilder], step: int) -> None:
+        def watched(ranks: Ranks, builders: StepBuilders, step: int) -> None:
             check_spared(builders)
             running = {rid for rank in ranks.ranks for rid in rids_of(rank)}
             self._had_tokens = self._with_tokens(builders)

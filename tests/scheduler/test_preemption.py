@@ -15,7 +15,7 @@ from sgl_jax.scheduler.forecast.fits import NO_FLOOR
 from sgl_jax.scheduler.preemption import Preemptible
 from sgl_jax.scheduler.ranks import Ranks
 from sgl_jax.scheduler.request import Request, RequestState
-from sgl_jax.scheduler.step_builder import StepBuilder
+from sgl_jax.scheduler.step_builders import StepBuilders
 from sgl_jax.scheduler.waiting.admission_order import Offer
 from sgl_jax.scheduler.waiting.wait_reason import WaitReason
 from sgl_jax.scheduler.waiting.waiting_queue import WaitingQueue
@@ -342,7 +342,7 @@ def test_prompts_as_important_as_a_request_come_before_it_in_a_step(
     begin = RankCapacities.__init__
 
     def watched(
-        rooms: RankCapacities, ranks: Ranks, builders: list[StepBuilder], waiting: WaitingQueue
+        rooms: RankCapacities, ranks: Ranks, builders: StepBuilders, waiting: WaitingQueue
     ) -> None:
         begin(rooms, ranks, builders, waiting)
         left.extend(builders[0].num_tokens_left(priority, 0, 29) for priority in (0, 49, 50, 51))

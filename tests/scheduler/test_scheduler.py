@@ -256,7 +256,7 @@ def test_requests_spread_over_ranks_and_return_to_their_prefix() -> None:
 def test_round_robin_goes_around() -> None:
     driver = Driver(make_sizes(dp_size=3), SchedulerArgs(load_balance_method="round_robin"))
     for i in range(6):
-        driver.submit(generate(f"r{i}", [i], 2))
+        driver.submit(generate(f"r{i}", [i] * (5 if i == 1 else 2), 2))  # rank 1 costs the most
     driver.run()
     assert [driver.dp_rank[f"r{i}"] for i in range(6)] == [0, 1, 2, 0, 1, 2]
 
