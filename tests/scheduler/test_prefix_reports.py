@@ -21,6 +21,7 @@ import pytest
 from sgl_jax.core.engine_sizes import FULL_ATTENTION, LAST_VALUE, CacheGroup
 from sgl_jax.core.scheduler_args import SchedulerArgs
 from tests.scheduler.driver import Driver, generate, make_sizes
+from tests.support.long import long_but
 
 PAGE = 4
 GROUPS = {
@@ -68,7 +69,7 @@ def run(driver: Driver, rid: str, prompt: list[int], num_new: int = 1, priority:
 
 
 @pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("length", [1, 3, 4, 5])
+@pytest.mark.parametrize("length", long_but([1, 3, 4, 5], 3, 4))
 def test_a_prompt_about_as_long_as_a_page(groups: str, length: int) -> None:
     driver = make_driver(groups)
     long = numbers(1, 16)
@@ -98,7 +99,7 @@ def test_a_prompt_of_whole_pages_is_found_up_to_its_last_page(groups: str, has_h
 
 
 @pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("num_other", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("num_other", long_but([1, 2, 3, 4, 5, 8], 1, 5))
 def test_a_prompt_whose_end_was_changed_finds_the_pages_before_it(
     groups: str, num_other: int
 ) -> None:
@@ -135,7 +136,7 @@ def test_a_busy_conversation_leaves_an_idle_one_its_end(groups: str) -> None:
     assert run(driver, "back", idle) == 40
 
 
-@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("groups", long_but(GROUPS, "states"))
 def test_a_prompts_prefix_stays_while_the_rest_takes_the_last_pages(groups: str) -> None:
     driver = make_driver(groups, num_pages=32)
     prompt = numbers(1, 61)
@@ -144,7 +145,7 @@ def test_a_prompts_prefix_stays_while_the_rest_takes_the_last_pages(groups: str)
     assert run(driver, "second", prompt + numbers(3, 52)) == 60
 
 
-@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("groups", long_but(GROUPS, "states"))
 def test_prefixes_are_found_with_priorities(groups: str) -> None:
     driver = make_driver(groups, SchedulerArgs(enable_priority_scheduling=True))
     prompt = numbers(1, 41)
@@ -152,7 +153,7 @@ def test_prefixes_are_found_with_priorities(groups: str) -> None:
     assert run(driver, "second", prompt + numbers(2, 9), priority=1) == 40
 
 
-@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("groups", long_but(GROUPS, "a window"))
 def test_aborts_during_fetches_leave_the_host_as_it_was(groups: str) -> None:
     driver = make_driver(groups, SchedulerArgs(hicache_fetch_policy="always"), host_ratio=4.0)
     driver.oracle.host.end_rate = 1.0
@@ -172,7 +173,7 @@ def test_aborts_during_fetches_leave_the_host_as_it_was(groups: str) -> None:
     assert run(driver, "last", prompt) == 40
 
 
-@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("groups", long_but(GROUPS, "a window"))
 def test_two_requests_compute_what_a_failed_fetch_would_have_brought(groups: str) -> None:
     driver = make_driver(groups, SchedulerArgs(hicache_fetch_policy="always"), host_ratio=4.0)
     driver.oracle.host.end_rate = 1.0
