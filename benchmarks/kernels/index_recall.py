@@ -155,7 +155,9 @@ def main() -> None:
         for context in options.contexts:
             rng = np.random.default_rng(options.seed)
             found = measure(draw(rng, options.queries, context), rng)
-            numbers = " | ".join(f"{value:.4f}" for value in found)
+            shares = found.bfloat16, found.float8_keys, found.float8
+            figures = *shares, found.error, found.error_of_float8
+            numbers = " | ".join(f"{figure:.4f}" for figure in figures)
             print(f"| {name} | {context:,} | {numbers} |", flush=True)
 
 

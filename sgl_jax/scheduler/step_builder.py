@@ -160,10 +160,7 @@ class StepBuilder:
         row = self.rank.admit(request, cursor)
         self._has_admitted = True
         self.num_prefill_tokens += self._count_needs(row)[0]
-        if self._prefilling and request.priority > self._needs[self._prefilling[-1]][2]:
-            insort_right(self._prefilling, row, key=lambda each: -self._needs[each][2])
-        else:
-            self._prefilling.append(row)
+        insort_right(self._prefilling, row, key=lambda each: -self._needs[each][2])
         floor, most_tokens = self.priority_floor, self.most_tokens
         shared = None if self._shared is None else self._shared.priority
         if request.priority in (shared, self.rank.running.priorities.lowest):

@@ -2,8 +2,8 @@
 
 Out: a prefix that the cache gains (or uses again, or is about to evict: the write policy) is copied
 while steps run. In: a *fetch* takes pages under a separate lease, and gives them to the prefix
-cache when their contents have arrived. A request that waits for the fetch then finds them
-like any cached prefix. So no request ever holds a page without contents.
+cache when their contents have arrived. A waiting request then finds them like any cached prefix.
+So no request ever holds a page without contents.
 
 This file holds the leases of fetches. They end, as all leases do, in `release_kv_cache`.
 """
@@ -173,8 +173,7 @@ class CpuTier:
         is_offered = pages > 0
         for number, group in enumerate(memory.groups):
             if group.sliding_window is not None and not group.is_recurrent:
-                # The same prompt again computes its last token: if that ends a page, it resumes
-                # from the end of the page before.
+                # The same prompt again computes its last token: it may resume a page earlier.
                 resumed = length - memory.page_size
                 first = first_page_of(group.sliding_window, memory.page_size, resumed)
                 is_offered[number, :first] = False
@@ -194,15 +193,13 @@ class CpuTier:
 
         Within that part, CPU memory may lack the values that the end of a shorter prefix needs.
         """
-        copies = (self.blocks.copies[number] for number in self._moves)
+        copies, num_pages = (self.blocks.copies[each] for each in self._moves), is_offered.shape[1]
         return any(
             copy.is_wanted
             and copy.namespace == namespace
             and copy.num_before * self._memory.page_size < len(tokens)
             and common_prefix_len(copy.tokens, tokens) == len(tokens)
-            and not (is_offered & (copy.blocks[:, : is_offered.shape[1]] == 0))[
-                :, copy.num_before :
-            ].any()
+            and not np.any((is_offered & (copy.blocks[:, :num_pages] == 0))[:, copy.num_before :])
             for copy in copies
         )
 
