@@ -267,9 +267,11 @@ def attend_to_chosen(
         sent = q[places.reshape(-1)]
         own_q = lax.all_to_all(sent, shared_over, split_axis=0, concat_axis=1, tiled=True)
         own_rows = jnp.arange(shared.most, dtype=jnp.int32) * shared.chips + shared.chip
-        own, _ = shared.places(own_rows)
+        own, is_own = shared.places(own_rows)
         width = own.shape[1]
-        of_tokens = jnp.repeat(own_rows, width), chosen[own.reshape(-1)]
+        # The chips have room for more rows than the step, if it has not equally many for each.
+        rows = jnp.repeat(jnp.where(is_own, own_rows, 0), width)
+        of_tokens = rows, chosen[own.reshape(-1)]
         found = attend(own_q, *of_tokens, jnp.int32(0), shared.num_own * width)
         decoded = lax.all_to_all(found, shared_over, split_axis=1, concat_axis=0, tiled=True)
         places = jnp.where(is_decode[:, None], places, len(q)).reshape(-1)
