@@ -248,8 +248,9 @@ _NEUTRAL_GEMMA4: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 )
 _NEUTRAL_INDEXER: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
-        # Whether a draft layer chooses tokens once for several drafts. Here it chooses for each.
-        "index_share_for_mtp_iteration": (True,),
+        # Whether a draft layer chooses tokens once for several drafts. Here it chooses for each:
+        # answers are the same, only drafts may be others.
+        "index_share_for_mtp_iteration": (True, False),
         "layer_types": ("indexed_attention",),
         "moe_router_dtype": ("float32",),
     }

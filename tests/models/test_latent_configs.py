@@ -125,6 +125,7 @@ GLM_5_2 = {"index_topk_freq": 4, "index_skip_topk_offset": 3}
     [
         ({}, "FFFFFFFFF"),
         (GLM_5_2, "FFFSSSFSS"),
+        (GLM_5_2 | {"index_share_for_mtp_iteration": False}, "FFFSSSFSS"),
         ({"index_topk_freq": 2}, "FFSFSFSFS"),
         (GLM_5_2 | {"index_topk_pattern": "FSSSSSSSF"}, "FSSSSSSSF"),
         ({"index_topk_pattern": list("FSFSFSFSF")}, "FSFSFSFSF"),
