@@ -63,7 +63,6 @@ def draft_tokens(
     batch, (table, kv_pools) = batches[0], tables
     rows, most = drafted.rows, table.shape[1]
     after = table.at[drafted.token_rows, batch.positions + 1].get(mode="clip")
-    # Only the KV is used: the compiler removes attention and feed-forward.
 
     def read_images(
         batch: AttentionBatch, token_rows: jax.Array, tokens: jax.Array
@@ -75,6 +74,7 @@ def draft_tokens(
         return ImageTokens.of_step(vision, images, batch, token_rows, rows, slots)
 
     own = read_images(batch, drafted.token_rows, after)
+    # Only the KV is used: the compiler removes attention and feed-forward.
     _, kv_pools = model.draft(after, hidden, batches, kv_pools, own)
     places = batch.q_offsets[:-1] + drafted.lasts - batch.kv_starts
     hidden = hidden.at[places].get(mode="clip")
