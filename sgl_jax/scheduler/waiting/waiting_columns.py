@@ -25,6 +25,7 @@ class Lines(NamedTuple):
     arrival: Int64Array
     tenant: Int32Array
     is_retracted: BoolArray
+    has_images: BoolArray
     skip_count: Int32Array  # passes by younger requests that started first; 0 if not in use
     # The running request with the prefix that a request waits for: its joint row, the row's epoch,
     # and the protected length that includes the prefix.
@@ -54,6 +55,7 @@ class Lines(NamedTuple):
             arrival=np.zeros(capacity, np.int64),
             tenant=np.zeros(capacity, np.int32),
             is_retracted=np.zeros(capacity, np.bool_),
+            has_images=np.zeros(capacity, np.bool_),
             skip_count=np.zeros(capacity, np.int32),
             has_leader=np.zeros(capacity, np.bool_),
             leader=np.zeros((capacity, 3), np.int32),

@@ -133,6 +133,7 @@ class WaitingQueue:
         lines.tenant[line] = request.tenant
         self._tenants.queue(request.tenant, 1)
         lines.is_retracted[line] = request.num_retractions > 0
+        lines.has_images[line] = bool(request.images)
         lines.has_leader[line] = False
         lines.stay_rank[line], lines.stay_until[line] = NO_RANK, 0
         lines.held_until[line] = 0
@@ -366,9 +367,9 @@ class WaitingQueue:
             for each in (held_rooms, rooms)
         )
         lacks = np.zeros((len(has_row), end), np.bool_)
-        for request in self._requests.values():
-            if request.images:
-                lacks[:, request.line] = [lacks_images(request, k) for k in range(len(has_row))]
+        for line in (lines.is_waiting[:end] & lines.has_images[:end]).nonzero()[0].tolist():
+            for dp_rank in (fits[:, line] & has_row).nonzero()[0].tolist():
+                lacks[dp_rank, line] = lacks_images(self._by_line[line], dp_rank)
         counts = count_kinds(
             end,
             step,

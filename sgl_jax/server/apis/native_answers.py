@@ -123,11 +123,6 @@ def describe(stream: RequestStream, chunk: Chunk, **logprobs: Any) -> MetaInfo:
         reason = {"type": finish.type, name: value}
     experts = None if finish is None else stream.routed_experts
     versions = stream.weight_versions
-    ends = [*(start for start, _ in versions[1:]), num_tokens]
-    spans = [
-        VersionSpan(version, start, end)
-        for (start, version), end in zip(versions, ends, strict=True)
-    ]
     return MetaInfo(
         id=stream.client_rid,
         prompt_tokens=stream.num_prompt_tokens,
@@ -137,12 +132,20 @@ def describe(stream: RequestStream, chunk: Chunk, **logprobs: Any) -> MetaInfo:
         dp_rank=stream.dp_rank,
         weight_version=versions[-1][1],
         e2e_latency=UNSET if finish is None else stream.e2e_latency_s,
-        weight_versions=UNSET if finish is None else spans,
+        weight_versions=UNSET if finish is None else _spans(versions, num_tokens),
         has_old_kv=True if finish is not None and stream.has_old_kv else UNSET,
         routed_experts=UNSET if experts is None else base64.b64encode(experts.tobytes()).decode(),
         hidden_states=UNSET if finish is None else _hidden_states(stream),
         **logprobs,
     )
+
+
+def _spans(versions: Sequence[tuple[int, str]], num_tokens: int) -> list[VersionSpan]:
+    ends = [*(start for start, _ in versions[1:]), num_tokens]
+    return [
+        VersionSpan(version, start, end)
+        for (start, version), end in zip(versions, ends, strict=True)
+    ]
 
 
 def _hidden_states(stream: RequestStream) -> list[Any] | UnsetType:
