@@ -73,9 +73,9 @@ def draft_tokens(
         slots = tokens - model.config.vocab_size
         return ImageTokens.of_step(vision, images, batch, token_rows, rows, slots)
 
-    own = read_images(batch, drafted.token_rows, after)
+    shown = read_images(batch, drafted.token_rows, after)
     # Only the KV is used: the compiler removes attention and feed-forward.
-    _, kv_pools = model.draft(after, hidden, batches, kv_pools, own)
+    _, kv_pools = model.draft(after, hidden, batches, kv_pools, shown)
     places = batch.q_offsets[:-1] + drafted.lasts - batch.kv_starts
     hidden = hidden.at[places].get(mode="clip")
     tokens = after.at[places].get(mode="clip")
@@ -90,8 +90,8 @@ def draft_tokens(
         )
         by_group = [replace(one_each, page_table=own.page_table) for own in batches]
         # The token after a chunk may be an image's.
-        own = read_images(one_each, rows, tokens)
-        hidden, kv_pools = model.draft(tokens, hidden, by_group, tuple(pools), own)
+        shown = read_images(one_each, rows, tokens)
+        hidden, kv_pools = model.draft(tokens, hidden, by_group, tuple(pools), shown)
         positions = drafted.lasts + 2 + number
         where = SampledRows(rows, positions, drafted.samples)
         tokens, is_own_finite, _ = draw_tokens(

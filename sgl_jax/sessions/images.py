@@ -66,7 +66,7 @@ def _found(prompt: Int32Array, known: KnownImages, vocab_size: int) -> Iterable[
             )
         own = prompt[start : start + len(found.tokens)]
         if not np.array_equal(own, found.tokens):
-            kept = np.count_nonzero(own >= vocab_size)
+            kept = np.count_nonzero(own == found.tokens[: len(own)])
             raise InvalidRequestError(
                 f"offset keeps {kept} of the {len(found.tokens)} tokens of an image of the "
                 "session's history: keep all of them, or none",

@@ -192,10 +192,12 @@ class SessionStore:
         return self._images.get(session.session_id, {})
 
     def saved_images(self) -> list[KnownImage]:
-        """Return the images of all sessions, once each, up to `MAX_SAVED_PIXEL_BYTES`; those of the
-        newest sessions come first."""
+        """Return the images of all sessions but closing ones, once each, up to
+        `MAX_SAVED_PIXEL_BYTES`; those of the newest sessions come first."""
         known = KnownImages()
         for session in self.newest():
+            if session.session_id in self._closing:
+                continue
             known |= {k: own for k, own in self.images_of(session).items() if k not in known}
         sizes = itertools.accumulate(len(each.image.pixels) for each in known.values())
         pairs = zip(known.values(), sizes, strict=True)

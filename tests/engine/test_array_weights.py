@@ -256,6 +256,8 @@ def test_a_refusal_says_what_generation_waits_for(
     engine.resume_memory_occupation()
     with pytest.raises(InvalidRequestError, match=f"; {waits}an update is complete$"):
         engine.update_weights(unknown, version="bad", mode=mode)
+    with pytest.raises(InvalidRequestError, match="complete an update, then set the label"):
+        engine._engine.checked_call(UpdateWeightVersion(new_version="label"))
     engine.update_weights(new, version="new")
     with pytest.raises(InvalidRequestError) as error:
         engine.update_weights(unknown, version="bad", mode=mode)

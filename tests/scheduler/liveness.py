@@ -61,13 +61,22 @@ class Liveness:
         admit_into = scheduler._admission.admit_into
 
         def watched(ranks: Ranks, builders: StepBuilders, step: int) -> None:
-            check_spared(builders)
+            # Only builders that were made anyway: a rank without one only decodes.
+            check_spared(builders.made())
             running = {rid for rank in ranks.ranks for rid in rids_of(rank)}
             self._had_tokens = self._with_tokens(builders)
-            for builder in builders:
+            make = builders._make
+
+            def watched_make(dp_rank: int) -> StepBuilder:
+                builder = make(dp_rank)
+                self._watch_starts(builder, builders)
+                return builder
+
+            builders._make = watched_make
+            for builder in builders.made():
                 self._watch_starts(builder, builders)
             admit_into(ranks, builders, step)
-            for builder in builders:
+            for builder in builders.made():
                 self._check_preempted(builder, running)
             self._check_admitted(builders, step, running)
 
@@ -92,16 +101,16 @@ class Liveness:
 
         scheduler._admission._holds_back = held
 
-    def _with_tokens(self, builders: Sequence[StepBuilder]) -> set[tuple[str, int]]:
+    def _with_tokens(self, builders: StepBuilders) -> set[tuple[str, int]]:
         """The waiting requests, and ranks whose step has prompt tokens for them."""
         return {
-            (request.rid, builder.rank.dp_rank)
+            (request.rid, dp_rank)
             for request in self.scheduler._waiting
-            for builder in builders
-            if self._has_tokens(builder, request)
+            for dp_rank in range(len(builders))
+            if self._has_tokens(builders.find(dp_rank), request)
         }
 
-    def _watch_starts(self, builder: StepBuilder, builders: Sequence[StepBuilder]) -> None:
+    def _watch_starts(self, builder: StepBuilder, builders: StepBuilders) -> None:
         """A request that a step has no prompt tokens for is left to the next, though the short part
         may have some for it when longer prompts have started."""
         admit = builder.admit
@@ -126,12 +135,14 @@ class Liveness:
                 "none of it is computed"
             )
 
-    def _has_tokens(self, builder: StepBuilder, request: Request) -> bool:
+    def _has_tokens(self, builder: StepBuilder | None, request: Request) -> bool:
         """Whether the step has prompt tokens for a waiting request."""
+        if builder is None:
+            return True
         num_lacking = self._num_lacking(builder.rank, request)
         return builder.takes(request.priority, request.tenant, num_lacking)
 
-    def _check_admitted(self, builders: Sequence[StepBuilder], step: int, before: set[str]) -> None:
+    def _check_admitted(self, builders: StepBuilders, step: int, before: set[str]) -> None:
         """A request that admission leaves waiting though the step could have taken it waits for a
         reason. `before` are the requests that ran before: those that started in this step may be
         replaced in the next."""
@@ -140,16 +151,17 @@ class Liveness:
         is_full = scheduler._all_ranks.tenants.is_full
         for request in scheduler._waiting:
             open_ranks = [
-                builder.rank
-                for builder in builders
-                if request.message.dp_rank in (None, builder.rank.dp_rank)
-                and builder.can_admit
+                rank
+                for rank in scheduler.ranks
+                for builder in [builders.find(rank.dp_rank)]
+                if request.message.dp_rank in (None, rank.dp_rank)
+                and (builder is None or builder.can_admit)
                 and self._has_tokens(builder, request)
-                and (request.rid, builder.rank.dp_rank) in self._had_tokens
+                and (request.rid, rank.dp_rank) in self._had_tokens
                 and not is_full[request.tenant]
                 and (
-                    num_short(builder.rank, request, rooms[builder.rank.dp_rank]) <= 0
-                    or self._could_replace(builder.rank, request, before)
+                    num_short(rank, request, rooms[rank.dp_rank]) <= 0
+                    or self._could_replace(rank, request, before)
                 )
             ]
             if not open_ranks:

@@ -197,6 +197,9 @@ class WeightUpdates:
 
     def relabel(self, message: UpdateWeightVersion) -> Reply:
         """Give the served weights another label, for tokens after this call."""
+        if self._core.executor.weights.is_mixed:
+            text = "some weights were deleted: complete an update, then set the label"
+            return refusal(message, text, code="weights_refused", param="new_version")
         self._settle()
         self._abort_if_asked(message)
         version = message.new_version

@@ -128,10 +128,12 @@ class Resumable:
         self._changed[leaf.node_id] = leaf
 
     def end_changed(self, node: TreeNode) -> None:
-        """List the nodes above again: the end of `node` moved, or the number of its children
-        changed, and the levels of pages depend on the next end within a window."""
+        """List the nodes above again, up to the next branch: the end of `node` moved, or the number
+        of its children changed, and the levels of pages depend on the next end within a window."""
         distance, above = 0, node.parent
         while above is not None and above is not self._root and distance < self._longest:
+            if len(above.children) > 1:
+                break
             for window in self.windows:
                 window.refresh(above)
             distance += len(node.key) // self._page_size
