@@ -86,7 +86,7 @@ def test_latents_are_attended_to_as_the_cache_holds_them(dtype, cache_dtype):
 
 @pytest.mark.parametrize("program", [INDEXED[0], *long(INDEXED[1])], ids=["1", "16"])
 def test_a_later_layer_attends_to_the_tokens_that_an_earlier_one_chose(program):
-    decodes, prefills = [(100, 3), (17, 1)], [(90, 40)]
+    decodes, prefills = [(100, 1 + program.max_drafts), (17, 1)], [(90, 40)]
     problem = build(Case(program, decodes, prefills, 0, seed=3))
     num_tokens = problem.q_lens.sum()
     first, _, chosen = attend(problem, program, is_reused=True)
