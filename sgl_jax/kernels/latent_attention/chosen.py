@@ -120,6 +120,7 @@ def attend_if_chosen(
         return dense(), none if is_reused else None
 
     kv_lens = jnp.where(batch.q_lens > 0, batch.kv_starts + batch.q_lens, 0)
+    # Ranks may differ: only the chips of one exchange values, and these have the same rows.
     found: tuple[jax.Array, jax.Array | None]
     found = lax.cond(jnp.max(kv_lens) > index.top_k, sparse, attend_to_all)
     return found
