@@ -12,7 +12,7 @@ from sgl_jax.kernels.expert_dispatch.lines import UNDIVIDED_TOKENS
 from sgl_jax.planner.advice import advise
 from sgl_jax.planner.arguments import SERVER_SETTINGS, PlanRequest
 from sgl_jax.planner.estimate import Estimate, StepEstimate
-from sgl_jax.planner.kernel_time import GATHER_SHARE, MATRIX_SHARE, VECTOR_RATE
+from sgl_jax.planner.kernel_time import CHOSEN_CYCLES, GATHER_SHARE, MATRIX_SHARE, VECTOR_RATE
 from sgl_jax.planner.load import Reach
 from sgl_jax.planner.memory import MemoryPlan, in_gib
 from sgl_jax.planner.prefix_loading import PrefixLoading
@@ -26,7 +26,8 @@ ASSUMPTIONS = (
     "heads + attention + recurrences + experts + their lines + exposed collectives",
     "a kernel = the longest of its bytes / HBM bandwidth, its products / "
     f"({MATRIX_SHARE:.0%} of the matrix units' rate), and its scores, converted weights and "
-    f"elements of recurrent chunks / {VECTOR_RATE} a cycle",
+    f"elements of recurrent chunks / {VECTOR_RATE} a cycle; a latent that an indexer chose takes "
+    f"{CHOSEN_CYCLES} cycles",
     "lines = products that move tokens to their experts and back, or beyond "
     f"{UNDIVIDED_TOKENS} tokens their bytes / ({GATHER_SHARE:.0%} of HBM bandwidth)",
     f"collectives run as rings at the links' full rate with {ICI_HOP_S * 1e6:g} us a hop, "

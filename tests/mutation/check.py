@@ -38,7 +38,8 @@ TESTS = (
     "tests/kernels/gated_delta",
 )
 COPIED = ("sgl_jax", "benchmarks", "tests", "pyproject.toml", "README.md")
-# A test that takes longer has no end: a mutation that the tests notice.
+# A test that takes longer has no end: a mutation that the tests notice. A loop that numba compiled
+# hears no time-out of pytest, and is ended by `faulthandler_timeout`.
 TEST_TIMEOUT_S = 180
 # What pytest exits with when tests ran and some failed: anything else proves nothing.
 TESTS_FAILED = 1
