@@ -42,9 +42,10 @@ def copies(text: str, kept: set[tuple[int, ...]], num_tokens: int) -> list[str]:
     """Instructions that write an array as large as one of `kept` anew, into HBM.
 
     What is fused is not written, what is fetched into VMEM is no copy, and neither is what is
-    changed in place. An array with an axis of `num_tokens` is one of activations, and so is what is
-    gathered, or what a Pallas kernel makes: lines of experts may be as large as some weight. The
-    states of one slot in all layers are copied to another slot, and may be as large, too.
+    changed in place. An array with an axis of `num_tokens`, or with first axes of as many, is one
+    of activations, and so is what is gathered, or what a Pallas kernel makes: lines of experts may
+    be as large as some weight. The states of one slot in all layers are copied to another slot, and
+    may be as large, too.
     """
     sizes = {math.prod(shape) for shape in kept}
     slots = [[shape[0], 1, *shape[2:]] for shape in kept if len(shape) == 5]
@@ -66,7 +67,8 @@ def copies(text: str, kept: set[tuple[int, ...]], num_tokens: int) -> list[str]:
             shape = [int(dim) for dim in dims.split(",")]
             num_bytes = math.prod(shape) * int(bits) // 8
             is_large = num_bytes > MAX_COPY_BYTES and _IN_VMEM not in layout
-            is_other = num_tokens in shape or shape in slots
+            # Rows that chips exchange have an axis of chips before that of their rows.
+            is_other = num_tokens in (*shape, math.prod(shape[:2])) or shape in slots
             if is_large and math.prod(shape) in sizes and not is_other:
                 found.append(f"{instruction[1]} = {instruction[2]} in {here}")
     return found
