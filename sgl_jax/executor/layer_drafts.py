@@ -63,17 +63,7 @@ def draft_tokens(
     batch, (table, kv_pools) = batches[0], tables
     rows, most = drafted.rows, table.shape[1]
     after = table.at[drafted.token_rows, batch.positions + 1].get(mode="clip")
-
-    def read_images(
-        batch: AttentionBatch, token_rows: jax.Array, tokens: jax.Array
-    ) -> ImageTokens | None:
-        vision = model.config.vision
-        if images is None or vision is None:
-            return None
-        slots = tokens - model.config.vocab_size
-        return ImageTokens.of_step(vision, images, batch, token_rows, rows, slots)
-
-    shown = read_images(batch, drafted.token_rows, after)
+    shown = ImageTokens.of_step(model.config, images, batch, drafted.token_rows, rows, after)
     # Only the KV is used: the compiler removes attention and feed-forward.
     _, kv_pools = model.draft(after, hidden, batches, kv_pools, shown)
     places = batch.q_offsets[:-1] + drafted.lasts - batch.kv_starts
@@ -90,7 +80,7 @@ def draft_tokens(
         )
         by_group = [replace(one_each, page_table=own.page_table) for own in batches]
         # The token after a chunk may be an image's.
-        shown = read_images(one_each, rows, tokens)
+        shown = ImageTokens.of_step(model.config, images, one_each, rows, rows, tokens)
         hidden, kv_pools = model.draft(tokens, hidden, by_group, tuple(pools), shown)
         positions = drafted.lasts + 2 + number
         where = SampledRows(rows, positions, drafted.samples)

@@ -97,7 +97,9 @@ def compute_step(model: CausalLM, state: StepState, given: RankStep) -> tuple[St
     hidden, kv_pools, layer_states, counts, draft_hidden, experts = model(
         tokens,
         *(batches, state.kv_pools, state_batch, layer_states),
-        _image_tokens(model, state.images, tokens, token_rows, batch, given),
+        ImageTokens.of_step(
+            *(model.config, state.images, batch, token_rows, given.controls.rows, tokens)
+        ),
     )
     sampled = _sampled(batch, queries, given)
     logits = model.logits(hidden[sampled.tokens])
@@ -232,21 +234,6 @@ def _build_batch(given: RankStep) -> tuple[AttentionBatch, jax.Array]:
 
 def _by_group(batch: AttentionBatch, given: RankStep) -> tuple[AttentionBatch, ...]:
     return tuple(replace(batch, page_table=table) for table in given.page_tables)
-
-
-def _image_tokens(
-    model: CausalLM,
-    images: RowImages | None,
-    tokens: jax.Array,
-    token_rows: jax.Array,
-    batch: AttentionBatch,
-    given: RankStep,
-) -> ImageTokens | None:
-    vision = model.config.vision
-    if images is None or vision is None:
-        return None
-    slots = tokens - given.sizes.vocab_size
-    return ImageTokens.of_step(vision, images, batch, token_rows, given.controls.rows, slots)
 
 
 def _sampled(batch: AttentionBatch, queries: Queries, given: RankStep) -> LastQueries:

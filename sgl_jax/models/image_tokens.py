@@ -14,7 +14,7 @@ from jax import lax
 from sgl_jax.core.step_plan import IMAGE_FIELDS
 from sgl_jax.kernels.attention.batch import AttentionBatch
 from sgl_jax.layers.mesh_axes import TENSOR_AXIS, any_over_data
-from sgl_jax.models.vision_config import VisionConfig
+from sgl_jax.models.config import ModelConfig
 
 _T = TypeVar("_T")
 
@@ -38,27 +38,30 @@ class ImageTokens(NamedTuple):
     @classmethod
     def of_step(
         cls,
-        vision: VisionConfig,
-        images: RowImages,
+        config: ModelConfig,
+        images: RowImages | None,
         batch: AttentionBatch,
         token_rows: jax.Array,
         rows: jax.Array,
-        slots: jax.Array,
-    ) -> Self:
-        """Return what the queries of a step read.
+        tokens: jax.Array,
+    ) -> Self | None:
+        """Return what the queries of a step read; None if no images are served.
 
         Args:
             batch: the step's queries, T with padding.
             token_rows: int32 [T], the row of each.
             rows: int32 [B], the step's rows.
-            slots: int32 [T], the tokens that are embedded, minus the size of the vocabulary.
+            tokens: int32 [T], the tokens that are embedded.
         """
+        vision = config.vision
+        if images is None or vision is None:
+            return None
         positions = batch.positions
         if vision.has_axes:
             positions = image_positions(positions, images.lists[token_rows])
         return cls(
             positions,
-            jnp.where(batch.valid, slots, -1),
+            jnp.where(batch.valid, tokens - config.vocab_size, -1),
             images.vectors,
             image_spans(images.lists[rows]) if vision.whole_images else None,
         )

@@ -16,9 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from sgl_jax.kernels.pallas_tpu import UNCHECKED, product
-from sgl_jax.kernels.tpu_chip import LANES
+from sgl_jax.kernels.tpu_chip import LANES, SUBLANES
 
-SUBLANES = 8
 DIGIT_BITS = 2  # found together
 _SIGN = -(1 << 31)
 _LEAST = -(1 << 31) + (1 << 23) - 1  # of -inf, see `_ordered`

@@ -78,7 +78,7 @@ class AttendGathered(Protocol):
 
 
 class ChoiceKernels(NamedTuple):
-    """The implementations of what an indexer needs."""
+    """Implementations of the operations of an indexer."""
 
     score: IndexScores
     # The positions of the k greatest of scores, see `chosen_xla`.
