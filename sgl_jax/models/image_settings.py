@@ -1,14 +1,11 @@
-"""Reads how a model's images are resized and normalised: `preprocessor_config.json` and the token
-ids of `config.json`."""
+"""How a family's images are resized and normalised, read from `preprocessor_config.json` and the
+token ids of `config.json`."""
 
 import math
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from types import MappingProxyType
+from collections.abc import Mapping
 from typing import Any
 
 from sgl_jax.core.image_input import ImageSettings
-from sgl_jax.models.config_defaults import architecture_name
 from sgl_jax.models.config_fields import (
     CONFIG_FILE,
     ModelConfigError,
@@ -16,12 +13,9 @@ from sgl_jax.models.config_fields import (
     object_field,
     positive_float,
     positive_int,
-    read_json,
     required,
 )
 
-# Published checkpoints have one of them.
-_FILES = ("preprocessor_config.json", "processor_config.json")
 _SIDE = {"patch_size": 16, "merge_size": 2}
 # Pixels of an image after resizing, if the files do not say.
 _DEFAULT_SIZE = {"shortest_edge": 65536, "longest_edge": 16777216}
@@ -49,43 +43,13 @@ _GEMMA3_FIXED: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def read_image_settings(model_path: str | Path) -> ImageSettings | None:
-    """Read the settings of a model's folder or config.json; None if it is a text model.
-
-    Raises ModelConfigError, naming the file and the field, for values that are not supported.
-    """
-    path = Path(model_path)
-    config_file = path if path.is_file() else path / CONFIG_FILE
-    if not config_file.is_file():
-        return None
-    folder, config = config_file.parent, read_json(config_file)
-    vision = object_field(config, "vision_config")
-    name = architecture_name(config) if "architectures" in config else ""
-    read = _READERS.get(name, _qwen_settings)
-    is_qwen = "image_token_id" in config and "vision_start_token_id" in config
-    if not vision or (read is _qwen_settings and not is_qwen):
-        return None
-    file = "" if path.is_file() else _present_file(folder)
-    raw = read_json(folder / file) if file else {}
-    raw = raw.get("image_processor", raw)
-    try:
-        return read(config, vision, raw)
-    except ModelConfigError as error:
-        name = str(folder / (file or CONFIG_FILE))
-        raise ModelConfigError(f"{name!r}: {error}", file or CONFIG_FILE) from error
-
-
-def _present_file(folder: Path) -> str:
-    return next((name for name in _FILES if (folder / name).is_file()), "")
-
-
 def _check_fixed(raw: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]]) -> None:
     for name, allowed in fixed.items():
         if raw.get(name) is not None and raw[name] not in allowed:
             raise ModelConfigError(f"{name} must be {allowed[0]!r}, got {raw[name]!r}")
 
 
-def _qwen_settings(
+def read_qwen_settings(
     config: Mapping[str, Any], vision: Mapping[str, Any], raw: Mapping[str, Any]
 ) -> ImageSettings:
     _check_fixed(raw, _FIXED)
@@ -116,7 +80,7 @@ def _qwen_settings(
     )
 
 
-def _gemma3_settings(
+def read_gemma3_settings(
     config: Mapping[str, Any], vision: Mapping[str, Any], raw: Mapping[str, Any]
 ) -> ImageSettings:
     _check_fixed(raw, _GEMMA3_FIXED)
@@ -153,7 +117,7 @@ def _gemma3_settings(
     )
 
 
-def _gemma4_settings(
+def read_gemma4_settings(
     config: Mapping[str, Any], vision: Mapping[str, Any], raw: Mapping[str, Any]
 ) -> ImageSettings:
     _check_fixed(raw, _GEMMA4_FIXED)
@@ -180,15 +144,6 @@ def _gemma4_settings(
         fit="budget",
         expansion=(begin, image, end),
     )
-
-
-_Reader = Callable[[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]], ImageSettings]
-_READERS: Mapping[str, _Reader] = MappingProxyType(
-    {
-        "Gemma3ForConditionalGeneration": _gemma3_settings,
-        "Gemma4ForConditionalGeneration": _gemma4_settings,
-    }
-)
 
 
 def _token_id(

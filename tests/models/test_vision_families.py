@@ -8,7 +8,7 @@ import pytest
 
 from sgl_jax.core.image_input import image_token_ids
 from sgl_jax.models.config_fields import ModelConfigError
-from sgl_jax.models.image_settings import read_image_settings
+from sgl_jax.models.vision_families import read_image_settings
 from tests.models.golden_server import GOLDEN
 
 _CONFIG = {
