@@ -74,15 +74,22 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 # A process may have 65,530 on Linux by default; XLA's compiler crashes at the limit.
 MOST_MAPS = 20_000
+# Within a module of long tests, whose engines share programs.
+MOST_MAPS_OF_MODULE = 40_000
 _MAPS = Path("/proc/self/maps")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Forget compiled programs between modules if there are many: each has memory maps."""
-    if nextitem is None or nextitem.path == item.path:
+    """Forget compiled programs between modules if there are many: each has memory maps.
+
+    A module of long tests may compile too many alone.
+    """
+    is_last = nextitem is not None and nextitem.path != item.path
+    if not is_last and (nextitem is None or item.get_closest_marker("long") is None):
         return
-    if _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > MOST_MAPS:
+    most = MOST_MAPS if is_last else MOST_MAPS_OF_MODULE
+    if _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > most:
         forget_programs()
         jax.clear_caches()
         gc.unfreeze()

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
+import sgl_jax.planner
 from sgl_jax.core.image_input import image_token_ids
 from sgl_jax.models.config_fields import ModelConfigError
-from sgl_jax.models.vision_families import read_image_settings
+from sgl_jax.models.vision_families import read_image_settings, read_vision
 from tests.models.golden_server import GOLDEN
 
+PUBLISHED = Path(sgl_jax.planner.__file__).parent / "models"
 _CONFIG = {
     "vision_config": {"patch_size": 16, "spatial_merge_size": 2},
     "image_token_id": 7,
@@ -97,3 +99,18 @@ def test_other_image_settings_of_gemma_are_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(ModelConfigError, match=named):
             read_image_settings(_folder(tmp_path, preprocessor, **config))
+
+
+@pytest.mark.parametrize(
+    ("model", "image_tokens"),
+    [("qwen3-vl-8b", 0), ("qwen3-vl-30b-a3b", 0), ("gemma-3-27b", 256)],
+)
+def test_towers_of_published_models_are_read(model: str, image_tokens: int) -> None:
+    """The planner compiles their steps with images (`tests/tpu/test_images.py`)."""
+    path = PUBLISHED / f"{model}.json"
+    hidden_size = json.loads(path.read_text())["text_config"]["hidden_size"]
+    vision = read_vision(path, hidden_size)
+    assert vision.depth == 27
+    assert vision.out_hidden_size == hidden_size
+    if image_tokens:
+        assert vision.images.num_tokens(896, 896) == image_tokens
