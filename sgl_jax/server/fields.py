@@ -4,11 +4,7 @@ import json
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from pydantic import (
-    BeforeValidator,
-    Field,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, model_validator
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.grammar import MAX_GRAMMAR_CHARS, lenient

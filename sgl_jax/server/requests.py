@@ -16,20 +16,8 @@ from sgl_jax.server.chat_request import ChatRequest, ImageUrl
 from sgl_jax.server.errors import client_names
 from sgl_jax.server.fields import RequestFields
 from sgl_jax.server.guards.connection import LoopShare, unless_gone
-from sgl_jax.server.guards.keys import (
-    ANONYMOUS,
-    SessionOwner,
-    caller_of,
-    owner_of,
-    tenant_of,
-)
-from sgl_jax.server.images import (
-    Prompt,
-    check_images,
-    decode_images,
-    place_images,
-    settings_of,
-)
+from sgl_jax.server.guards.keys import ANONYMOUS, SessionOwner, caller_of, owner_of, tenant_of
+from sgl_jax.server.images import Prompt, check_images, decode_images, place_images, settings_of
 from sgl_jax.server.references import References, references_of
 from sgl_jax.server.text_pool import Ids
 from sgl_jax.text.jobs import EncodeChat, EncodeTexts

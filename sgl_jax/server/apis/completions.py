@@ -15,13 +15,7 @@ from sgl_jax.core.sampling_params import MAX_TOP_LOGPROBS
 from sgl_jax.engine.front.request_stream import Chunk, RequestStream
 from sgl_jax.server.admin.openapi import answers
 from sgl_jax.server.answer_stream import StreamGroup, respond
-from sgl_jax.server.apis.openai import (
-    LOWEST_LOGPROB,
-    AnswerHead,
-    OpenAIFormat,
-    Usage,
-    field_names,
-)
+from sgl_jax.server.apis.openai import LOWEST_LOGPROB, AnswerHead, OpenAIFormat, Usage, field_names
 from sgl_jax.server.fields import (
     ForEach,
     GenerationFields,
