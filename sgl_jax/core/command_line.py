@@ -91,6 +91,25 @@ def add_arguments(
             _add_flag(parser, field, environment or {})
 
 
+def check_numbers(
+    words: argparse.Namespace,
+    *,
+    counts: Sequence[str] = (),
+    positive: Sequence[str] = (),
+    finite: Sequence[str] = (),
+) -> None:
+    """Raise ValueError if a given number is out of range: `counts` begin at 1, `positive` above 0,
+    and `finite` ones are above 0 and below infinity."""
+    for name in (*counts, *positive, *finite):
+        value = getattr(words, name)
+        if value is None:
+            continue
+        if name in counts and value < 1:
+            raise ValueError(f"{flag(name)} must be at least 1, got {value}")
+        if not value > 0 or (name in finite and value == float("inf")):
+            raise ValueError(f"{flag(name)} must be positive, got {value}")
+
+
 def _add_flag(
     parser: argparse.ArgumentParser,
     field: "dataclasses.Field[Any]",

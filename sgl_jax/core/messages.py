@@ -18,11 +18,7 @@ from sgl_jax.core.calls import CALL_OF as CALL_OF
 from sgl_jax.core.calls import WithReply, call
 from sgl_jax.core.image_input import ImageInput
 from sgl_jax.core.profile_messages import ProfileMessage
-from sgl_jax.core.request_limits import (
-    INT32,
-    MAX_NAMESPACE_CHARS,
-    MAX_SESSION_ID_CHARS,
-)
+from sgl_jax.core.request_limits import INT32, MAX_NAMESPACE_CHARS, MAX_SESSION_ID_CHARS
 from sgl_jax.core.sampling_params import LogprobsMode, SamplingParams
 from sgl_jax.core.shares import Tenant
 from sgl_jax.core.weight_messages import WeightMessage

@@ -23,13 +23,7 @@ from jax.sharding import Mesh
 
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.step_plan import Int32Array, PageTransfer
-from sgl_jax.core.transfers import (
-    HASH_BYTES,
-    STORED_TOKENS,
-    StoreTransfer,
-    TransferEnd,
-    Transfers,
-)
+from sgl_jax.core.transfers import HASH_BYTES, STORED_TOKENS, StoreTransfer, TransferEnd, Transfers
 from sgl_jax.executor.block_pool import Arrays, BlockPool
 from sgl_jax.executor.block_stores.block_store import BlockStore
 from sgl_jax.executor.step import StepState

@@ -18,12 +18,7 @@ import msgspec
 import numpy as np
 
 from sgl_jax.core.step_plan import BoolArray, Int32Array
-from sgl_jax.metrics.rank_state import (
-    host_block_states,
-    page_states,
-    pool_names,
-    row_states,
-)
+from sgl_jax.metrics.rank_state import host_block_states, page_states, pool_names, row_states
 
 Snapshot = Mapping[str, Any]
 Mark = Mapping[str, Any]

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sgl_jax.checkpoint.gguf.folder import model_folder
-from sgl_jax.core.command_line import add_arguments
+from sgl_jax.core.command_line import add_arguments, check_numbers
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.core.settings import flag
 from sgl_jax.models.config import ModelConfig, ModelConfigError
 from sgl_jax.models.served import served_config
 from sgl_jax.planner.plot_file import PLOT_SUFFIXES, check_plot_file
@@ -120,13 +119,9 @@ def parse_plan_request(argv: Sequence[str] | None = None) -> PlanRequest:
     )
     words = parser.parse_args(argv)
     try:
-        for name in ("input_len", "output_len"):
-            if getattr(words, name) < 1:
-                raise ValueError(f"{flag(name)} must be at least 1")
-        for name in ("host_link_gb_s", "store_gb_s"):
-            rate = getattr(words, name)
-            if rate is not None and not 0 < rate < float("inf"):
-                raise ValueError(f"{flag(name)} must be positive, got {rate}")
+        check_numbers(
+            words, counts=("input_len", "output_len"), finite=("host_link_gb_s", "store_gb_s")
+        )
         if words.plot is not None:  # fail now, not after minutes of compiling
             if not words.sweep:
                 raise ValueError("--plot needs --sweep")

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from sgl_jax.core.messages import GenerateRequest
 from sgl_jax.engine.front.request_stream import Chunk, RequestStream
-from sgl_jax.server.errors import ApiError, abort_error, envelope, to_api_error
+from sgl_jax.server.errors import ApiError, abort_error, envelope, refuse_abort, to_api_error
 from sgl_jax.server.guards.connection import (
     BackpressuredSend,
     LoopShare,
@@ -162,6 +162,14 @@ class StreamGroup:
             self._frontend.abandon(stream)
             # Break the reference cycle with this group, which would keep all prompts alive.
             stream.on_ready = lambda: None
+
+
+async def whole_chunks(group: StreamGroup) -> list[Chunk]:
+    """Return one whole chunk per request. Raises `ApiError` 503 if a request was aborted."""
+    chunks = await unless_gone(group.request.receive, group.collect())
+    for chunk in chunks:
+        refuse_abort(chunk.finish)
+    return chunks
 
 
 async def respond(group: StreamGroup, answer_format: AnswerFormat) -> Response:

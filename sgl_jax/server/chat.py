@@ -25,14 +25,7 @@ from sgl_jax.server.chat_request import ChatRequest, NamedTool
 from sgl_jax.server.errors import client_names
 from sgl_jax.server.references import References, references_of
 from sgl_jax.server.requests import admit, encode_chat, prompt_requests
-from sgl_jax.text.reader import (
-    Arguments,
-    CallBegun,
-    CallEnded,
-    Content,
-    Event,
-    Reasoning,
-)
+from sgl_jax.text.reader import Arguments, CallBegun, CallEnded, Content, Event, Reasoning
 
 _PROMPT_TAIL_TOKENS = 16  # where a prompt may open or close the reasoning
 

@@ -4,11 +4,7 @@ import json
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from pydantic import (
-    BeforeValidator,
-    Field,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, model_validator
 
 from sgl_jax.core.errors import InvalidRequestError
 from sgl_jax.core.grammar import MAX_GRAMMAR_CHARS, lenient
@@ -21,6 +17,7 @@ from sgl_jax.core.request_limits import (
     MAX_RID_CHARS,
     MAX_USER_CHARS,
     MIN_PRIORITY,
+    check_num_requests,
     for_each,
     one_namespace,
 )
@@ -258,6 +255,14 @@ class SessionParams(StrictModel):
 
 def session_turn(params: SessionParams | None) -> SessionTurn | None:
     return None if params is None else SessionTurn(**params.model_dump(exclude_none=True))
+
+
+def prompts_of(given: Any, num_choices: int, field: str) -> list[str | list[int]]:
+    """Return the prompts of a field that takes one or a list of them, as text or token ids."""
+    is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
+    prompts: list[str | list[int]] = [given] if is_one else given
+    check_num_requests(len(prompts), num_choices, field)
+    return prompts
 
 
 def refuse_several(count: int, field: str) -> None:

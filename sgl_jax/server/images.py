@@ -1,10 +1,8 @@
 """The images of requests: decoded by the workers, and put into prompts as pseudo-ids."""
 
-import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import msgspec
 from fastapi import Request
 
 from sgl_jax.core import image_input
@@ -28,21 +26,10 @@ class Prompt(NamedTuple):
     images: tuple[ImageInput, ...] = ()
 
 
-def settings_of(refs: References) -> ImageSettings | None:
-    """Return what the model's images must be like; None if it takes none."""
-    given: Any = refs.engine_info.get("images")
-    return None if given is None else _settings(msgspec.json.encode(given))
-
-
-@functools.lru_cache(1)
-def _settings(given: bytes) -> ImageSettings:
-    return msgspec.json.decode(given, type=ImageSettings)
-
-
 def check_images(refs: References, images: Sequence[ImageUrl]) -> None:
     """Raise `InvalidRequestError` if the model does not take so many images, or any."""
     most = refs.frontend.facts.max_images
-    if images and settings_of(refs) is None:
+    if images and refs.image_settings is None:
         raise InvalidRequestError(
             f"messages: {refs.model_name!r} takes no images: that needs a model with a vision "
             "tower, and --enable-multimodal",
@@ -66,7 +53,7 @@ async def decode_images(
         ApiError: decoding took too long, or the client went away.
     """
     refs = references_of(request)
-    settings = settings_of(refs)
+    settings = refs.image_settings
     if settings is None or not images:
         return []
     named = [(f"image {n}" if len(images) > 1 else "the image") for n in range(1, len(images) + 1)]
@@ -120,7 +107,7 @@ def place_images(
 
 def ids_for_client(refs: References, prompt: Prompt | GenerateRequest) -> list[int]:
     """Return the prompt's ids with the model's placeholder in place of pseudo-ids."""
-    settings = settings_of(refs)
+    settings = refs.image_settings
     if settings is None or not prompt.images:
         return prompt.input_ids
     ids = list(prompt.input_ids)

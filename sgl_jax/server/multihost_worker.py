@@ -26,13 +26,7 @@ from sgl_jax.core.engine_messages import (
     Heartbeat,
     HostReport,
 )
-from sgl_jax.core.errors import (
-    FAILED,
-    GROUP_CODES,
-    HOST_LOST,
-    EngineDeadError,
-    ShuttingDownError,
-)
+from sgl_jax.core.errors import FAILED, GROUP_CODES, HOST_LOST, EngineDeadError, ShuttingDownError
 from sgl_jax.core.messages import Shutdown
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.channels import ChannelError, EngineClient

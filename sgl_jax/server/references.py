@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from fastapi import Request
 
 from sgl_jax.core.embedding_model import embedding_refusal
+from sgl_jax.core.image_input import ImageSettings
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.engine.front.frontend import Frontend
 from sgl_jax.engine.front.health import EngineHealth
@@ -62,6 +64,12 @@ class References:
     def is_paused(self) -> bool:
         """Return whether requests wait until generation is continued."""
         return bool(self.engine_info["is_paused"])
+
+    @property
+    def image_settings(self) -> ImageSettings | None:
+        """What the model's images must be like; None if it takes none."""
+        given = self.engine_info.get("images")
+        return None if given is None else msgspec.convert(given, ImageSettings)
 
     def check_model(self, name: str) -> None:
         """Raise `ApiError` 404 unless `name` is the model served here."""

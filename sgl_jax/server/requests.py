@@ -16,20 +16,8 @@ from sgl_jax.server.chat_request import ChatRequest, ImageUrl
 from sgl_jax.server.errors import client_names
 from sgl_jax.server.fields import RequestFields
 from sgl_jax.server.guards.connection import LoopShare, unless_gone
-from sgl_jax.server.guards.keys import (
-    ANONYMOUS,
-    SessionOwner,
-    caller_of,
-    owner_of,
-    tenant_of,
-)
-from sgl_jax.server.images import (
-    Prompt,
-    check_images,
-    decode_images,
-    place_images,
-    settings_of,
-)
+from sgl_jax.server.guards.keys import ANONYMOUS, SessionOwner, caller_of, owner_of, tenant_of
+from sgl_jax.server.images import Prompt, check_images, decode_images, place_images
 from sgl_jax.server.references import References, references_of
 from sgl_jax.server.text_pool import Ids
 from sgl_jax.text.jobs import EncodeChat, EncodeTexts
@@ -167,7 +155,7 @@ async def encode_with_images(
     """
     refs, urls = references_of(request), list(chain(*images))
     check_images(refs, urls)
-    settings, text_of = settings_of(refs), refs.frontend.tokenizer.text_of
+    settings, text_of = refs.image_settings, refs.frontend.tokenizer.text_of
     texts = [
         settings.expanded(prompt, text_of) if settings is not None and own else prompt
         for prompt, own in zip(prompts, images, strict=True)
@@ -201,7 +189,7 @@ async def encode_chat(request: Request, chat: ChatRequest) -> Prompt:
     written_tools = msgspec.json.encode(tools or None)
     num_chars = sum(message.num_chars for message in chat.messages) + len(written_tools)
     refs.frontend.checks.check_length(num_chars)
-    settings, urls = settings_of(refs), chat.images
+    settings, urls = refs.image_settings, chat.images
     check_images(refs, urls)
     job = EncodeChat(
         msgspec.json.encode([message.for_template() for message in chat.messages]),

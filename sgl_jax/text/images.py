@@ -158,12 +158,8 @@ def _file_of(text: str, max_bytes: int) -> bytes:
         text = unquote(text) if "%" in text else text
     digits = text.translate(_URL_SAFE)
     if len(digits) * 3 // 4 > max_bytes:
-        raise _too_long(max_bytes)
+        raise InvalidRequestError(f"its file exceeds the {max_bytes} bytes that are taken")
     try:
         return base64.b64decode(digits + "=" * (-len(digits) % 4), validate=True)
     except (binascii.Error, ValueError) as error:
         raise InvalidRequestError("it is not base64") from error
-
-
-def _too_long(max_bytes: int) -> InvalidRequestError:
-    return InvalidRequestError(f"its file exceeds the {max_bytes} bytes that are taken")

@@ -28,6 +28,7 @@ from sgl_jax.bench.trace.simulated_engine import (
     print_result,
     simulated_engine,
 )
+from sgl_jax.core.command_line import check_numbers
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.planner.plot_file import PLOT_SUFFIXES, check_plot_file, figure_class
 
@@ -92,14 +93,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _check(words: argparse.Namespace) -> None:
     """Raise ValueError at once for arguments that would fail, or give no result, after minutes."""
-    for name in ("num_requests", "num_engines", "copies", "processes"):
-        value = getattr(words, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-    for name in ("first_token_s", "per_token_s"):
-        value = getattr(words, name)
-        if not value > 0:
-            raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
+    check_numbers(
+        words,
+        counts=("num_requests", "num_engines", "copies", "processes"),
+        positive=("first_token_s", "per_token_s"),
+    )
     if unknown := [name for name in words.policies if name not in POLICIES]:
         raise ValueError(f"--policies are {', '.join(POLICIES)}; got {', '.join(unknown)}")
     check_engine(words)

@@ -29,8 +29,8 @@ from sgl_jax.bench.trace.simulated_engine import (
     print_result,
     simulated_engine,
 )
+from sgl_jax.core.command_line import check_numbers
 from sgl_jax.core.server_args import ServerArgs
-from sgl_jax.core.settings import flag
 from sgl_jax.mem_cache.eviction.eviction_policy import EVICTION_POLICIES
 from sgl_jax.planner.plot_file import PLOT_SUFFIXES, check_plot_file, figure_class
 
@@ -123,14 +123,13 @@ def _capacities(text: str) -> list[int]:
 
 def _check(words: argparse.Namespace) -> None:
     """Raise ValueError at once for arguments that would fail, or give no result, after minutes."""
-    if words.num_requests is not None and words.num_requests < 1:
-        raise ValueError(f"--num-requests must be at least 1, got {words.num_requests}")
+    check_numbers(
+        words,
+        counts=("num_requests",),
+        positive=("closed_loop_s",),
+        finite=("host_link_gb_s", "store_gb_s"),
+    )
     check_engine(words)
-    for name in ("host_link_gb_s", "store_gb_s"):
-        if not 0 < getattr(words, name) < float("inf"):
-            raise ValueError(f"{flag(name)} must be positive, got {getattr(words, name)}")
-    if words.closed_loop_s is not None and not words.closed_loop_s > 0:
-        raise ValueError(f"--closed-loop-s must be positive, got {words.closed_loop_s}")
     if words.plot is None:
         return
     if words.cache_only:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from sgl_jax.bench.trace.reading import VOCAB_SIZE
 from sgl_jax.bench.trace.step_time import LinearStepTime, StepSeconds
-from sgl_jax.core.command_line import add_arguments
+from sgl_jax.core.command_line import add_arguments, check_numbers
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.server_args import ServerArgs
 from sgl_jax.executor.buckets import choose_buckets
@@ -102,16 +102,13 @@ def add_step_time(parser: argparse._ActionsContainer) -> None:
 def check_engine(words: argparse.Namespace) -> None:
     """Raise ValueError for arguments that `simulated_engine` would reject after minutes, or that
     would give no result."""
-    if words.page_size is not None and words.page_size < 1:
-        raise ValueError(f"--page-size must be at least 1, got {words.page_size}")
-    if not 0 < words.speedup < float("inf"):
-        raise ValueError(f"--speedup must be positive, got {words.speedup}")
+    check_numbers(
+        words, counts=("page_size",), positive=("kv_bytes_per_token",), finite=("speedup",)
+    )
     for name, _, _ in _LINEAR_COSTS:
         value = getattr(words, name)
         if not 0 <= value < float("inf"):
             raise ValueError(f"--{name.replace('_', '-')} must not be negative, got {value}")
-    if words.kv_bytes_per_token < 1:
-        raise ValueError(f"--kv-bytes-per-token must be positive, got {words.kv_bytes_per_token}")
     if words.step_base_ms == 0:
         raise ValueError("--step-base-ms must be positive: the clock would stand still")
     if words.overlap_prefill and words.planner_model is not None:

@@ -11,14 +11,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field, create_model
 
 from sgl_jax.core.calls import Call
-from sgl_jax.core.messages import (
-    CALL_OF,
-    Name,
-    Namespace,
-    NewSessionId,
-    SessionId,
-    SessionMessage,
-)
+from sgl_jax.core.messages import CALL_OF, Name, Namespace, NewSessionId, SessionId, SessionMessage
 from sgl_jax.core.request_limits import one_namespace
 from sgl_jax.server.admin.openapi import answers
 from sgl_jax.server.answer_stream import json_response

@@ -2,7 +2,6 @@
 
 import codecs
 from collections.abc import Sequence, Set
-from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, Struct, UnsetType
@@ -10,23 +9,18 @@ from pydantic import Field, model_validator
 
 from sgl_jax.core.engine_messages import TokenLogprobs
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.request_limits import MAX_CHOICES, check_num_requests
+from sgl_jax.core.request_limits import MAX_CHOICES
 from sgl_jax.core.sampling_params import MAX_TOP_LOGPROBS
 from sgl_jax.engine.front.request_stream import Chunk, RequestStream
 from sgl_jax.server.admin.openapi import answers
 from sgl_jax.server.answer_stream import StreamGroup, respond
-from sgl_jax.server.apis.openai import (
-    LOWEST_LOGPROB,
-    AnswerHead,
-    OpenAIFormat,
-    Usage,
-    field_names,
-)
+from sgl_jax.server.apis.openai import LOWEST_LOGPROB, AnswerHead, OpenAIFormat, Usage, field_names
 from sgl_jax.server.fields import (
     ForEach,
     GenerationFields,
     SessionParams,
     TokenIds,
+    prompts_of,
     refuse_several,
     session_turn,
 )
@@ -67,11 +61,7 @@ class CompletionRequest(GenerationFields):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        prompt: Any = self.prompt
-        is_one = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
-        prompts: list[str | list[int]] = [prompt] if is_one else prompt
-        check_num_requests(len(prompts), self.num_choices, "prompt")
-        return prompts
+        return prompts_of(self.prompt, self.num_choices, "prompt")
 
 
 class CompletionLogprobs(Struct, frozen=True):

@@ -10,16 +10,14 @@ from msgspec import Struct
 from pydantic import Field
 
 from sgl_jax.core.errors import InvalidRequestError
-from sgl_jax.core.request_limits import check_num_requests
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.step_plan import Float32Array
 from sgl_jax.server.admin.openapi import answers
-from sgl_jax.server.answer_stream import StreamGroup, json_response
+from sgl_jax.server.answer_stream import StreamGroup, json_response, whole_chunks
 from sgl_jax.server.apis.openai import Usage, usage_of
-from sgl_jax.server.errors import refuse_abort
-from sgl_jax.server.fields import ForEach, TokenIds, WholeAnswerFields
+from sgl_jax.server.fields import ForEach, TokenIds, WholeAnswerFields, prompts_of
 from sgl_jax.server.guards.bodies import JsonRoute
-from sgl_jax.server.guards.connection import LoopShare, unless_gone
+from sgl_jax.server.guards.connection import LoopShare
 from sgl_jax.server.references import references_of
 from sgl_jax.server.requests import admit, prompt_requests
 
@@ -40,11 +38,7 @@ class EmbeddingsBody(WholeAnswerFields):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        given: Any = self.input
-        is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
-        prompts: list[str | list[int]] = [given] if is_one else given
-        check_num_requests(len(prompts), 1, "input")
-        return prompts
+        return prompts_of(self.input, 1, "input")
 
 
 class EmbeddingEntry(Struct, frozen=True):
@@ -77,11 +71,10 @@ async def embeddings(body: EmbeddingsBody, request: Request) -> Response:
     choices = [[_PROMPT_ONLY]] * len(prompts)
     requests = await prompt_requests(request, body, prompts, choices, names, return_hidden=True)
     group = StreamGroup(request, requests, streaming=False, names=names)
-    chunks = await unless_gone(request.receive, group.collect())
+    await whole_chunks(group)
     data: list[Any] = []
     share = LoopShare()
-    for index, (chunk, stream) in enumerate(zip(chunks, group.streams, strict=True)):
-        refuse_abort(chunk.finish)
+    for index, stream in enumerate(group.streams):
         assert stream.hidden is not None, "the request asked for it"
         vector = _embedding(stream.hidden, body.dimensions)
         is_text = body.encoding_format == "base64"

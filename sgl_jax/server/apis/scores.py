@@ -15,12 +15,11 @@ from sgl_jax.core.request_limits import check_num_requests
 from sgl_jax.core.sampling_params import MAX_LOGPROB_IDS, SamplingParams
 from sgl_jax.engine.front.request_checks import output_scores, scored_prompt
 from sgl_jax.server.admin.openapi import answers
-from sgl_jax.server.answer_stream import StreamGroup, json_response
+from sgl_jax.server.answer_stream import StreamGroup, json_response, whole_chunks
 from sgl_jax.server.apis.openai import Usage, usage_of
-from sgl_jax.server.errors import ApiError, client_names, refuse_abort
+from sgl_jax.server.errors import ApiError, client_names
 from sgl_jax.server.fields import ForEach, TokenIds, WholeAnswerFields, in_range
 from sgl_jax.server.guards.bodies import JsonRoute
-from sgl_jax.server.guards.connection import unless_gone
 from sgl_jax.server.references import References, references_of
 from sgl_jax.server.requests import admit, encode_texts, prompt_requests
 
@@ -167,9 +166,7 @@ async def score_tokens(body: ScoreTokensBody, request: Request) -> Response:
     samplings = [[body.sampling]] * len(prompts)
     requests = await prompt_requests(request, body, prompts, samplings, names)
     group = StreamGroup(request, requests, streaming=False, names=names)
-    chunks = await unless_gone(request.receive, group.collect())
-    for chunk in chunks:
-        refuse_abort(chunk.finish)
+    chunks = await whole_chunks(group)
     found = [output_scores(chunk.prompt_logprobs, chunk.logprobs) for chunk in chunks]
     versions = [stream.weight_versions[-1][1] for stream in group.streams]
     model, usage = references_of(request).model_name, usage_of(group.streams)
@@ -288,9 +285,7 @@ async def _logprobs(
         token_ids_logprob=tokens,
     )
     group = StreamGroup(request, requests, streaming=False, names=names)
-    chunks = await unless_gone(request.receive, group.collect())
-    for chunk in chunks:
-        refuse_abort(chunk.finish)
+    chunks = await whole_chunks(group)
     return [chunk.logprobs[0].id_logprobs for chunk in chunks], usage_of(group.streams)
 
 
