@@ -27,9 +27,7 @@ def reference_of(shared_folder: Path) -> Callable[..., Outcome]:
     """What a server of a model answers without retract, prefix cache, overlap, speculation or
     ranks."""
 
-    def reference_of(
-        model: ServedModel, num_questions: int = NUM_QUESTIONS, is_quickly_compiled: bool = False
-    ) -> Outcome:
+    def reference_of(model: ServedModel, num_questions: int = NUM_QUESTIONS) -> Outcome:
         folder = shared_folder / f"{model.name}-{num_questions}"
         kept = folder.with_suffix(".json")
         with folder.with_suffix(".lock").open("w") as lock:
@@ -37,9 +35,7 @@ def reference_of(shared_folder: Path) -> Callable[..., Outcome]:
             if not kept.exists():
                 folder.mkdir()
                 flags = (*REFERENCE.flags, "--warmup", "none")
-                with live_server(
-                    folder, *flags, model=model.path, is_quickly_compiled=is_quickly_compiled
-                ) as server:
+                with live_server(folder, *flags, model=model.path) as server:
                     outcome = run(server.url, num_questions)
                     assert server.get("/get_server_info")["counters"]["requests_retracted"] == 0
                 kept.write_text(json.dumps(outcome))
@@ -51,4 +47,4 @@ def reference_of(shared_folder: Path) -> Callable[..., Outcome]:
 @pytest.fixture(scope="session")
 def reference(reference_of: Callable[..., Outcome]) -> Outcome:
     """The dense model's, to the questions of default runs."""
-    return reference_of(DENSE, NUM_SOME_QUESTIONS, is_quickly_compiled=True)
+    return reference_of(DENSE, NUM_SOME_QUESTIONS)

@@ -2,9 +2,8 @@
 
 Each variant serves the same load twice, without retract and with requests retracted every few
 steps, and both times must answer as the reference does: the plainest server there is. By default
-one variant serves a part of it with retracts; it and the reference are compiled without most of
-XLA's optimisations. Variants of the same shapes find their programs in the user's compilation
-cache, where servers keep them.
+one variant serves a part of it with retracts. Variants of the same shapes find their programs in
+the user's compilation cache, where servers keep them.
 """
 
 from collections.abc import Callable
@@ -31,7 +30,7 @@ CASES = [
 def test_retracted_requests_are_answered_as_by_the_reference(
     reference: Outcome, tmp_path: Path
 ) -> None:
-    check_retracts(tmp_path, DENSE, SOME[0], reference, is_quickly_compiled=True)
+    check_retracts(tmp_path, DENSE, SOME[0], reference)
 
 
 @pytest.mark.long
@@ -52,18 +51,10 @@ def test_answers_are_the_same_with_and_without_retract(
     check_retracts(tmp_path, model, variant, calm, reference)
 
 
-def check_retracts(
-    folder: Path,
-    model: ServedModel,
-    variant: Variant,
-    *wanted: Outcome,
-    is_quickly_compiled: bool = False,
-) -> None:
+def check_retracts(folder: Path, model: ServedModel, variant: Variant, *wanted: Outcome) -> None:
     """A server that retracts requests answers as `wanted`."""
     flags = (*variant.flags, *variant.retract_flags)
-    with live_server(
-        folder, *flags, model=model.path, is_quickly_compiled=is_quickly_compiled
-    ) as server:
+    with live_server(folder, *flags, model=model.path) as server:
         retracted = workload.run(server.url, len(wanted[0].replies))
         for each in wanted:
             assert_same(server, retracted, each)

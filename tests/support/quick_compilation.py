@@ -1,8 +1,8 @@
 """Programs that XLA compiles three times faster, and that run slower.
 
 Programs of tiny models and simulated kernels run for milliseconds and take seconds to compile, so
-tests go without most of XLA's optimisations. The long tests of accuracy, and those of `tests/live`
-that generate many tokens, run what users run.
+tests go without most of XLA's optimisations. Tests of accuracy, and those of `tests/live` that
+generate many tokens, run what users run.
 
 A program in one part takes a tenth less processor time than in parts that are compiled in parallel,
 and the workers of a run have no processor to spare for these.
