@@ -31,7 +31,8 @@ prepare_environment() {
         # An environment without pip is what a failed attempt leaves behind.
         "$environment/bin/python" -m pip --version >/dev/null 2>&1 ||
             "$python" -m venv --clear "$environment"
-        "$environment/bin/python" -m pip install --quiet --disable-pip-version-check \
+        # Python compiles the modules that are imported; to compile all takes a minute.
+        "$environment/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile \
             --editable "$repository${extras:+[$extras]}" >&2
         echo "$wanted" >"$stamp"
     fi

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 
+from sgl_jax.checkpoint.trainer_weights import Weights
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.engine.offline import Engine
-from sgl_jax.engine.weight_trees import Weights
 
 
 class TunixRollout(BaseRollout):  # type: ignore[misc]

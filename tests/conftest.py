@@ -21,6 +21,7 @@ import pytest
 from hypothesis.internal.conjecture import engine
 
 from sgl_jax.executor.devices import set_compilation_cache
+from tests.support.compiled_loops import compile_loops_together
 from tests.support.shared_programs import forget_programs
 
 # For who only wants to know that a test fails: `--hypothesis-profile=no_shrink`.
@@ -47,7 +48,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_finish() -> None:
-    """Leave modules and collected tests out of garbage collections, which would walk them often."""
+    """Compile the loops while all workers do, before their first tests. Leave modules and collected
+    tests out of garbage collections, which would walk them often."""
+    if "PYTEST_XDIST_WORKER" in os.environ and "sgl_jax.scheduler.scheduler" in sys.modules:
+        compile_loops_together()
     _freeze()
     gc.set_threshold(20_000, 10, 10)
 

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from sgl_jax.checkpoint.gguf.folder import model_folder
+from sgl_jax.checkpoint.trainer_weights import Weights, in_buckets
 from sgl_jax.core.messages import (
     CloseSession,
     ContinueGeneration,
@@ -45,7 +46,6 @@ from sgl_jax.engine.offline_inputs import (
     check_opening,
 )
 from sgl_jax.engine.offline_results import Generation
-from sgl_jax.engine.weight_trees import Weights, in_buckets
 from sgl_jax.executor.model_executor import ModelExecutor
 from sgl_jax.text.tokenizer import Tokenizer
 

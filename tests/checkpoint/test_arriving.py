@@ -17,7 +17,7 @@ from sgl_jax.checkpoint.arriving import ArrivingWeights
 from sgl_jax.checkpoint.errors import CheckpointError
 from sgl_jax.checkpoint.loading import detect_format, load_params
 from sgl_jax.checkpoint.tensor_files import TensorFiles
-from sgl_jax.checkpoint.trainer_names import as_checkpoint_tensors
+from sgl_jax.checkpoint.trainer_weights import as_checkpoint_tensors
 from sgl_jax.models.architecture import BuildOptions
 from sgl_jax.models.config import ModelConfig
 from sgl_jax.models.placement import PlacedModel, place_model

@@ -101,7 +101,7 @@ def test_outputs_are_of_the_arrays_and_nothing_compiles(
     form: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sgl_jax.engine.weight_trees._BUCKET_BYTES", 4096)
+    monkeypatch.setattr("sgl_jax.checkpoint.trainer_weights._BUCKET_BYTES", 4096)
     of_old = outputs(engine)
     assert of_old != of_new[1]
     held = {name: jax.device_put(tensor) for name, tensor in new.items()}

@@ -385,7 +385,7 @@ def test_pools_shrink_if_weights_take_clearly_more_than_planned(
 ):
     pages = iter([(101,), (found,)])
     monkeypatch.setattr(model_executor, "choose_pool_pages", lambda *given: next(pages))
-    executor = ModelExecutor(make_args(max_running_requests=1))
+    executor = ModelExecutor(make_args())
     assert executor.sizes.pool_pages == (kept,)
     (output,) = Driver(executor, rows(prompts=PROMPTS[:1])).run(STEPS, 8)
     assert output == greedy(PROMPTS[0], len(output))

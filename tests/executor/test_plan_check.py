@@ -5,14 +5,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sgl_jax.core.compiled import compile_loops
 from sgl_jax.core.engine_sizes import EngineSizes
 from sgl_jax.core.page_tables import PageChanges
 from sgl_jax.core.sampling_params import SamplingParams
 from sgl_jax.core.step_plan import RankPlan, RowAdmission, StepPlan
 from sgl_jax.executor.plan_check import check_plan
+from tests.support.compiled_loops import compile_loops_together
 
-compile_loops()
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_loops() -> None:
+    compile_loops_together()
+
+
 SIZES = EngineSizes(
     dp_size=1,
     page_size=4,

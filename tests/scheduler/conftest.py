@@ -3,9 +3,9 @@
 import pytest
 
 import sgl_jax.scheduler.scheduler  # noqa: F401  declares them all
-from sgl_jax.core.compiled import compile_loops
+from tests.support.compiled_loops import compile_loops_together
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _compiled_loops() -> None:
-    compile_loops()
+    compile_loops_together()

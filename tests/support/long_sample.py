@@ -2,13 +2,15 @@
 
     scripts/test --long-sample 5                   # about five minutes, with a new seed
     scripts/test --long-sample 5 --long-seed 17    # the same tests again
+    scripts/test --long-sample 3 --with-default    # and the default tests, collected once for both
     scripts/test -m long --record-long-seconds     # all of them; updates the recorded times
 
 `long_seconds.json` has the mean seconds of each test function's cases that passed in a recorded
 run; other tests are not drawn. A case of more than two minutes is drawn with a probability
 in inverse proportion to its time. The sample is as many cases as fit the time of all workers; its
 first is drawn whatever it takes, so each recorded test is drawn by some seed. Cases that have not
-started when the time is over are skipped.
+started when the time is over are skipped. With the default tests one worker runs the sample first
+and has the time of all workers for it; the others take over default tests of that worker.
 """
 
 import json
@@ -64,6 +66,9 @@ def draw(
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("long tests")
     group.addoption("--long-sample", type=float, metavar="MINUTES", help="time of the sample")
+    group.addoption(
+        "--with-default", action="store_true", help="run the default tests after the sample"
+    )
     group.addoption("--long-seed", type=int, help="seed of the sample; default: a new one")
     group.addoption(
         "--record-long-seconds", action="store_true", help="update tests/support/long_seconds.json"
@@ -73,7 +78,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--long-sample") is None:
         return
-    config.option.markexpr = "long"
+    config.option.markexpr = "" if config.option.with_default else "long"
     # The workers of pytest-xdist inherit the environment, and all must draw the same sample.
     if config.option.long_seed is None:
         new_seed = str(random.SystemRandom().randrange(1_000_000))
@@ -85,6 +90,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
         return None
     minutes, seed = config.option.long_sample, config.option.long_seed
     again = f"--long-sample {minutes:g} --long-seed {seed}"
+    again += " --with-default" * config.option.with_default
     return f"long sample: {minutes:g} minutes; the same again: {again}"
 
 
@@ -93,20 +99,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     by_id = {item.nodeid: item for item in items if item.get_closest_marker("long")}
     known = _known_seconds()
-    num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
-    budget_s = _sample_s(config) * num_workers
-    sample = draw(by_id, known, config.option.long_seed, budget_s)
-    chosen = set(sample)
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
-    items[:] = [by_id[test_id] for test_id in sample]
+    sample = draw(by_id, known, config.option.long_seed, _budget_s(config))
+    left_out = by_id.keys() - set(sample)
+    config.hook.pytest_deselected(items=[by_id[test_id] for test_id in left_out])
+    default = [item for item in items if item.nodeid not in by_id]
+    items[:] = [by_id[test_id] for test_id in sample] + default
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.config.getoption("--long-sample") is None:
+    config = item.config
+    if config.getoption("--long-sample") is None:
         return
     # From the first test on: collecting takes half a minute.
-    end_s = item.config.stash.setdefault(_END, time.monotonic() + _sample_s(item.config))
-    if time.monotonic() > end_s:
+    sample_s = _budget_s(config) if config.option.with_default else _sample_s(config)
+    end_s = config.stash.setdefault(_END, time.monotonic() + sample_s)
+    if time.monotonic() > end_s and item.get_closest_marker("long"):
         pytest.skip("the time of the sample is over")
 
 
@@ -131,6 +138,11 @@ def _mean(times: Sequence[float]) -> float:
 
 def _sample_s(config: pytest.Config) -> float:
     return 60.0 * float(config.option.long_sample)
+
+
+def _budget_s(config: pytest.Config) -> float:
+    """Return the time of all workers."""
+    return _sample_s(config) * int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
 
 
 def _known_seconds() -> dict[str, float]:

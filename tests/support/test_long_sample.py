@@ -2,7 +2,12 @@
 
 import json
 import re
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+
+from tests.support import long_sample
 from tests.support.long_sample import SECONDS, draw, function_of
 
 SECONDS_OF = {"tests/a.py::test_fast": 10.0, "tests/a.py::test_slow": 480.0}
@@ -42,3 +47,32 @@ def test_recorded_times_are_of_functions() -> None:
     recorded = json.loads(SECONDS.read_text())
     assert recorded
     assert all(re.fullmatch(r"tests/[\w/]+\.py::\w+", name) for name in recorded)
+
+
+@pytest.mark.parametrize("with_default", [False, True])
+def test_default_tests_follow_the_sample_only_if_asked_for(
+    with_default: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(long_sample, "_known_seconds", lambda: SECONDS_OF)
+    left_out: list[str] = []
+    hook = SimpleNamespace(
+        pytest_deselected=lambda items: left_out.extend(item.nodeid for item in items)
+    )
+    option = SimpleNamespace(long_sample=1.0, long_seed=3, with_default=with_default)
+    config: Any = SimpleNamespace(
+        option=option,
+        hook=hook,
+        getoption=lambda name: vars(option)[name.strip("-").replace("-", "_")],
+    )
+    default = ["tests/a.py::test_one", "tests/a.py::test_two"] * with_default
+    items: Any = [
+        SimpleNamespace(nodeid=name, get_closest_marker=lambda _, is_long=is_long: is_long)
+        for is_long, names in ((False, default[:1]), (True, IDS), (False, default[1:]))
+        for name in names
+    ]
+    long_sample.pytest_collection_modifyitems(config, items)
+    taken = [item.nodeid for item in items]
+    sample = taken[: len(taken) - len(default)]
+    assert taken[len(sample) :] == default
+    assert 0 < len(sample) < len(IDS)
+    assert sorted(sample + left_out) == sorted(IDS)

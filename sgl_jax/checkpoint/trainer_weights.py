@@ -1,0 +1,89 @@
+"""Weights that a trainer hands over, as the tensors of a Hugging Face checkpoint.
+
+They are a tree, or an iterator of pairs of name and array. tunix stores a projection as
+[inputs, heads, head size] or [inputs, outputs], and the experts of a layer as one array; a
+checkpoint has matrices [outputs, inputs], one per expert.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sgl_jax.checkpoint.array_tensors import Flat, Transposed, on_host
+
+_BUCKET_BYTES = 2**28
+
+# A tree of arrays (nested mappings, such as an `nnx.State`), or pairs of name and array.
+Weights = Mapping[Any, Any] | Iterable[tuple[str, Any]]
+
+
+class _Rule(NamedTuple):
+    pattern: str
+    name: str
+    num_inputs: int | None  # leading axes of a matrix that are inputs; None: not a matrix
+
+
+_LAYER, _OWN = r"(?:model\.)?layers\.(\d+)\.", r"model.layers.\1."
+_RULES = (
+    _Rule(r"embedder\.input_embedding", "model.embed_tokens.weight", None),
+    _Rule(r"final_norm\.w", "model.norm.weight", None),
+    _Rule(r"lm_head\.w", "lm_head.weight", 1),
+    _Rule(_LAYER + r"attn\.([qkv])_proj\.w", _OWN + r"self_attn.\2_proj.weight", 1),
+    _Rule(_LAYER + r"attn\.([qkv])_bias", _OWN + r"self_attn.\2_proj.bias", None),
+    _Rule(_LAYER + r"attn\.o_proj\.w", _OWN + "self_attn.o_proj.weight", 2),
+    _Rule(_LAYER + r"attn\.([qk])_norm\.w", _OWN + r"self_attn.\2_norm.weight", None),
+    _Rule(_LAYER + r"(\w+_layernorm)\.w", _OWN + r"\2.weight", None),
+    _Rule(_LAYER + r"mlp\.(\w+_proj)\.kernel", _OWN + r"mlp.\2.weight", 1),
+    _Rule(_LAYER + r"mlp\.router\.kernel", _OWN + "mlp.gate.weight", 1),
+    _Rule(_LAYER + r"mlp\.(\w+_proj)", _OWN + r"mlp.experts.{}.\2.weight", 1),
+)
+
+
+def as_checkpoint_tensors(name: str, array: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a trainer's parameter as tensors of a checkpoint; a name of none of its as it is."""
+    for rule in _RULES:
+        match = re.fullmatch(rule.pattern, name)
+        if match is None:
+            continue
+        own = match.expand(rule.name)
+        if rule.num_inputs is None:
+            yield own, Flat(array) if own.endswith(".bias") else array
+        elif "{}" in own:
+            for expert in range(array.shape[0]):
+                yield own.format(expert), Transposed(array, rule.num_inputs, expert)
+        else:
+            yield own, Transposed(array, rule.num_inputs)
+        return
+    yield name, array
+
+
+def in_buckets(weights: Weights) -> Iterator[tuple[dict[str, Any], bool]]:
+    """Yield the tensors of `weights` by their names in a checkpoint, and True with the last.
+
+    A tree is one bucket, of its own arrays. Of an iterator, which may make arrays one at a time,
+    the buckets are copies in host memory, so that each array can be dropped once the next is made.
+    """
+    if isinstance(weights, Mapping):
+        yield dict(_named(weights)), True
+        return
+    bucket: dict[str, Any] = {}
+    num_bytes = 0
+    for name, array in weights:
+        copy = np.array(on_host(name, array))
+        bucket.update(as_checkpoint_tensors(name, copy))
+        num_bytes += copy.nbytes
+        if num_bytes >= _BUCKET_BYTES:
+            yield bucket, False
+            bucket, num_bytes = {}, 0
+    yield bucket, True
+
+
+def _named(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _named(value, f"{prefix}{key}.")
+        else:
+            array = value.get_value() if hasattr(value, "get_value") else value  # nnx.Variable
+            yield from as_checkpoint_tensors(f"{prefix}{key}", array)
