@@ -147,14 +147,15 @@ def test_arrays_of_another_mesh_arrive_unchanged_and_as_copies(engine: tuple[int
     assert all(params[path].sharding == own.array.sharding for path, own in placed.declared.items())
 
 
+@pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize("offset", [0, 4])  # from memory that a CPU device takes as it is
-def test_arrays_of_the_host_are_copied(offset: int) -> None:
+def test_arrays_of_the_host_are_copied(offset: int, order: Any) -> None:
     """Their owner may write to them after the update."""
     placed, expected = placed_on(GOLDEN / "qwen3", mesh_of(0, 1, 1)), tensors_of(GOLDEN / "qwen3")
     held = {}
     for name, tensor in expected.items():
         memory = aligned([tensor.nbytes + offset], np.uint8)
-        held[name] = memory[offset:].view(tensor.dtype).reshape(tensor.shape)
+        held[name] = memory[offset:].view(tensor.dtype).reshape(tensor.shape, order=order)
         held[name][...] = tensor
     params = jax.block_until_ready(made(placed, held))
     for tensor in held.values():
