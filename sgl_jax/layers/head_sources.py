@@ -187,8 +187,8 @@ class FusedHeads(Source):
             if copies > 1:
                 stored = stored[np.arange(first, stop) // copies - first_stored]
             parts.append((slice(group + part - 1, group + part), stored[:, None]))
-        # Some inputs at a time, of all parts: `out` is then written from its begin to its end.
-        for start in range(0, *sizes, ROWS) if sizes else (0,):
+        # Some inputs at a time, of all parts: `out` is then written from its start to its end.
+        for start in range(0, sizes[0], ROWS) if sizes else (0,):
             rows = (..., slice(start, start + ROWS)) if sizes else ...
             for own, heads_of_part in parts:
                 fused[:, own][rows] = heads_of_part[rows]

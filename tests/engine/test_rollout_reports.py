@@ -88,6 +88,7 @@ def test_the_same_weights_again_give_the_same_tokens(
 ) -> None:
     """After memory was released in each order of tags, and after a refused update."""
     sampling = SAMPLING | {"seed": 1, "max_new_tokens": 20}
+    bad = {name: own * np.nan for name, own in weights.items()}
     (expected,) = engine.generate(PROMPTS[:1], sampling)
     for tags in (["weights"], ["kv_cache", "weights"], ["weights", "kv_cache"]):
         for tag in tags:
@@ -95,7 +96,6 @@ def test_the_same_weights_again_give_the_same_tokens(
         for tag in reversed(tags):
             engine.resume_memory_occupation([tag])
         with pytest.raises(ValueError, match="no finite numbers"):
-            bad = {name: own * np.nan for name, own in weights.items()}
             engine.update_weights(bad, version="bad")
         engine.update_weights(weights, version="again", mode="chunked")
         (found,) = engine.generate(PROMPTS[:1], sampling)
