@@ -146,7 +146,7 @@ class RowPieces:
 def type_of(tensor: Any) -> str:
     """Return safetensors' name of a tensor's dtype, or numpy's name of one that has none."""
     dtype: np.dtype[Any] = np.dtype(tensor.dtype)
-    return _NAMES.get(dtype, dtype.name)
+    return _NAMES.get(dtype) or dtype.name
 
 
 def read_safetensors(data: bytes) -> dict[str, NDArray[Any]]:

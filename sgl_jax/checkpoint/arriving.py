@@ -46,9 +46,15 @@ class _OneLayer(Derived):
     def shape(self) -> Shape:
         return self.part.shape[1:]
 
+    def _within(self, index: Index) -> Index:
+        return slice(self.layer, self.layer + 1), *index
+
+    def stored(self, index: Index, tensors: Tensors, prefix: str = "") -> NDArray[Any] | None:
+        own = self.part.stored(self._within(index), tensors, prefix)
+        return None if own is None else own[0]
+
     def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
-        own = slice(self.layer, self.layer + 1), *index
-        self.part.fill(out[None], own, tensors, prefix)
+        self.part.fill(out[None], self._within(index), tensors, prefix)
 
 
 class ArrivingWeights:

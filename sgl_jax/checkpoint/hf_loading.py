@@ -19,7 +19,7 @@ from sgl_jax.checkpoint.tensor_files import TensorFiles
 from sgl_jax.core.progress import Phase, Progress
 from sgl_jax.layers.mesh_axes import of_each_host
 from sgl_jax.layers.parameter import Path as ParamPath
-from sgl_jax.layers.sources import Source
+from sgl_jax.layers.sources import Source, copy_numbers
 from sgl_jax.layers.tensor_keys import Index, Shape, TensorKey, Tensors
 from sgl_jax.models.quantization import QuantizationConfig
 
@@ -184,20 +184,38 @@ def load_parameter(
         chips_of.setdefault(tuple(own.indices(size)[:2] for own, size in bounds), []).append(chip)
     on_chips: list[jax.Array] = []
     for part, chips in chips_of.items():
-        out = aligned([stop - start for start, stop in part], array.dtype)
+        index = tuple(slice(*bound) for bound in part)
         try:
-            source.fill(out, tuple(slice(*bound) for bound in part), tensors)
+            stored = source.stored(index, tensors)
+            if stored is not None and _is_aligned(stored, array.dtype):
+                out = stored
+            else:
+                out = aligned([stop - start for start, stop in part], array.dtype)
+                if stored is None:
+                    source.fill(out, index, tensors)
+                else:
+                    copy_numbers(out, stored)
         except ValueError as error:
             raise CheckpointError(str(error)) from error
         if not on_chips:
             on_filled()
-        # Memory is for one part at a time. An unfinished transfer would hold this part while the
-        # next is read; and jax frees it in the first call after the transfer. A CPU keeps it.
-        on_chips += jax.block_until_ready([jax.device_put(out, chip) for chip in chips])
+        own = [jax.device_put(out, chip) for chip in chips]
         if chips[0].platform != "cpu":
+            # Memory is for one part at a time. An unfinished transfer would hold this part while
+            # the next is read; and jax frees it in the first call after the transfer.
+            jax.block_until_ready(own)
             jax.device_put(0, chips[0])
+        elif out is stored:  # whose memory a CPU shares
+            own = [jax.device_put(each, may_alias=False) for each in own]
+        on_chips += own
     whole = jax.make_array_from_single_device_arrays(array.shape, array.sharding, on_chips)
     return in_layout(whole, array)
+
+
+def _is_aligned(stored: NDArray[Any], dtype: Any) -> bool:
+    """Return whether a CPU device takes an array of this dtype as it is."""
+    is_whole = stored.flags.c_contiguous and stored.ctypes.data % _ALIGNMENT == 0
+    return stored.dtype == dtype and is_whole
 
 
 def aligned(shape: list[int], dtype: Any) -> NDArray[Any]:

@@ -7,6 +7,7 @@ checkpoint has matrices [outputs, inputs], one per expert.
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,19 +26,19 @@ class _Rule(NamedTuple):
     num_inputs: int | None  # leading axes of a matrix that are inputs; None: not a matrix
 
 
-_LAYER, _OWN = r"(?:model\.)?layers\.(\d+)\.", r"model.layers.\1."
+_LAYER, _OWN = r"(?:model\.)?layers\.(\d+)\.", "model.layers.{}."
 _RULES = (
     _Rule(r"embedder\.input_embedding", "model.embed_tokens.weight", None),
     _Rule(r"final_norm\.w", "model.norm.weight", None),
     _Rule(r"lm_head\.w", "lm_head.weight", 1),
-    _Rule(_LAYER + r"attn\.([qkv])_proj\.w", _OWN + r"self_attn.\2_proj.weight", 1),
-    _Rule(_LAYER + r"attn\.([qkv])_bias", _OWN + r"self_attn.\2_proj.bias", None),
+    _Rule(_LAYER + r"attn\.([qkv])_proj\.w", _OWN + "self_attn.{}_proj.weight", 1),
+    _Rule(_LAYER + r"attn\.([qkv])_bias", _OWN + "self_attn.{}_proj.bias", None),
     _Rule(_LAYER + r"attn\.o_proj\.w", _OWN + "self_attn.o_proj.weight", 2),
-    _Rule(_LAYER + r"attn\.([qk])_norm\.w", _OWN + r"self_attn.\2_norm.weight", None),
-    _Rule(_LAYER + r"(\w+_layernorm)\.w", _OWN + r"\2.weight", None),
-    _Rule(_LAYER + r"mlp\.(\w+_proj)\.kernel", _OWN + r"mlp.\2.weight", 1),
+    _Rule(_LAYER + r"attn\.([qk])_norm\.w", _OWN + "self_attn.{}_norm.weight", None),
+    _Rule(_LAYER + r"(\w+_layernorm)\.w", _OWN + "{}.weight", None),
+    _Rule(_LAYER + r"mlp\.(\w+_proj)\.kernel", _OWN + "mlp.{}.weight", 1),
     _Rule(_LAYER + r"mlp\.router\.kernel", _OWN + "mlp.gate.weight", 1),
-    _Rule(_LAYER + r"mlp\.(\w+_proj)", _OWN + r"mlp.experts.{}.\2.weight", 1),
+    _Rule(_LAYER + r"mlp\.(\w+_proj)", _OWN + "mlp.experts.{expert}.{}.weight", 1),
 )
 
 
@@ -47,14 +48,14 @@ def as_checkpoint_tensors(name: str, array: Any) -> Iterator[tuple[str, Any]]:
         match = re.fullmatch(rule.pattern, name)
         if match is None:
             continue
-        own = match.expand(rule.name)
+        fill_in = partial(rule.name.format, *match.groups())
         if rule.num_inputs is None:
-            yield own, Flat(array) if own.endswith(".bias") else array
-        elif "{}" in own:
+            yield fill_in(), Flat(array) if rule.name.endswith(".bias") else array
+        elif "{expert}" in rule.name:
             for expert in range(array.shape[0]):
-                yield own.format(expert), Transposed(array, rule.num_inputs, expert)
+                yield fill_in(expert=expert), Transposed(array, rule.num_inputs, expert)
         else:
-            yield own, Transposed(array, rule.num_inputs)
+            yield fill_in(), Transposed(array, rule.num_inputs)
         return
     yield name, array
 

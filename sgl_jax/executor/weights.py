@@ -63,6 +63,7 @@ class WeightUpdate:
             for path in self._arriving.ready():
                 drop = partial(self._drop_served, path) if self._drop_served else _keep
                 self.params[path] = self._arriving.make(path, drop)
+            jax.block_until_ready(self.params)  # the tensors' owner may change or donate them
 
     @property
     def missing(self) -> set[str]:

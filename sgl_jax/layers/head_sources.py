@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from sgl_jax.layers.sources import Derived, Source, swapped
+from sgl_jax.layers.sources import ROWS, Derived, Source, swapped
 from sgl_jax.layers.tensor_keys import Index, MatrixPart, Places, Shape, TensorKey, Tensors
 
 
@@ -179,14 +179,19 @@ class FusedHeads(Source):
             return tensor.reshape(stop - first, stride, *sizes)[:, : heads.head_dim]
 
         q = read(0, first * group, stop * group, has_gates=self.has_gates)
-        fused[:, :group] = q.reshape(-1, group, *q.shape[1:])
+        parts = [(slice(0, group), q.reshape(-1, group, *q.shape[1:]))]
         copies = heads.num_kv // heads.num_stored_kv
         first_stored = first // copies
         for part in range(1, 1 + num_parts):
             stored = read(part, first_stored, (stop - 1) // copies + 1)
             if copies > 1:
                 stored = stored[np.arange(first, stop) // copies - first_stored]
-            fused[:, group + part - 1] = stored
+            parts.append((slice(group + part - 1, group + part), stored[:, None]))
+        # Some inputs at a time, of all parts: `out` is then written from its start to its end.
+        for start in range(0, sizes[0], ROWS) if sizes else (0,):
+            rows = (..., slice(start, start + ROWS)) if sizes else ...
+            for own, heads_of_part in parts:
+                fused[:, own][rows] = heads_of_part[rows]
         if heads.order != tuple(range(heads.head_dim)):
             assert num_parts == 2, "values are not in another order"
             fused[:, :-1] = fused[:, :-1, list(heads.order)]

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from sgl_jax.kernels.tpu_chip import LANES
 from sgl_jax.layers.tensor_keys import Has, Index, MatrixPart, Places, Shape, TensorKey, Tensors
 
-_ROWS = 64  # transposed at a time
+ROWS = 64  # copied at a time
 
 
 class Source(ABC):
@@ -56,6 +56,10 @@ class Source(ABC):
     @abstractmethod
     def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
         """Write the parameter's part `index` to `out`, of the part's shape and dtype."""
+
+    def stored(self, index: Index, tensors: Tensors, prefix: str = "") -> NDArray[Any] | None:
+        """Return the part `index` as a tensor has it, or None if it must be filled."""
+        return None
 
     def fit(self, plain: jax.Array) -> jax.Array:
         """Convert an array of `plain_shape` to the parameter of the whole mesh."""
@@ -102,20 +106,26 @@ class Tensor(Source):
         dims = swapped(self.dims) if self.transposed else self.dims
         return {TensorKey(prefix + self.name, self.part): dims}
 
-    def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
+    def stored(self, index: Index, tensors: Tensors, prefix: str = "") -> NDArray[Any]:
         key = TensorKey(prefix + self.name, self.part)
-        stored = tensors.read(key, swapped(index) if self.transposed else index)
         if not self.transposed:
-            out[...] = stored
-            return
-        if stored.strides[-2] == stored.itemsize:  # a trainer's matrix, with its inputs first
-            out[...] = stored.swapaxes(-2, -1)
-            return
-        # Some rows at a time: of a whole matrix, columns would miss the processor's caches; of
-        # fewer rows, each write would be shorter than memory transfers it.
-        for first in range(0, stored.shape[-2], _ROWS):
-            rows = slice(first, first + _ROWS)
-            out[..., rows] = stored[..., rows, :].swapaxes(-2, -1)
+            return tensors.read(key, index)
+        return tensors.read(key, swapped(index)).swapaxes(-2, -1)
+
+    def fill(self, out: NDArray[Any], index: Index, tensors: Tensors, prefix: str = "") -> None:
+        copy_numbers(out, self.stored(index, tensors, prefix))
+
+
+def copy_numbers(out: NDArray[Any], stored: NDArray[Any]) -> None:
+    """Copy `stored` to `out`, which may have another order of axes in memory."""
+    if stored.ndim < 2 or stored.strides[-1] == stored.itemsize:
+        out[...] = stored
+        return
+    # Some rows at a time: of a whole matrix, columns would miss the processor's caches; of fewer
+    # rows, each write would be shorter than memory transfers it.
+    for first in range(0, stored.shape[-1], ROWS):
+        rows = slice(first, first + ROWS)
+        out[..., rows] = stored[..., rows]
 
 
 @dataclass(frozen=True)
@@ -296,6 +306,11 @@ class Stacked(Source):
             part = out[n, ...]  # a view, even if it is a single number
             self.part.fill(part, index[1:], tensors, prefix + own)
 
+    def stored(self, index: Index, tensors: Tensors, prefix: str = "") -> NDArray[Any] | None:
+        own = self.prefixes[index[0]]
+        part = self.part.stored(index[1:], tensors, prefix + own[0]) if len(own) == 1 else None
+        return None if part is None else part[None]
+
     def fit(self, plain: jax.Array) -> jax.Array:
         fitted: jax.Array = jax.vmap(self.part.fit)(plain)
         return fitted
@@ -349,6 +364,10 @@ class Padded(Derived):
             own = np.moveaxis(rows[: stop - start], 0, self.axis)
             within = _with_axis(index, self.axis, slice(start, stop))
             self.part.fill(own, within, tensors, prefix)
+
+    def stored(self, index: Index, tensors: Tensors, prefix: str = "") -> NDArray[Any] | None:
+        is_padded = self.part.shape != self.shape
+        return None if is_padded else self.part.stored(index, tensors, prefix)
 
     def fit(self, plain: jax.Array) -> jax.Array:
         widths = [(0, size - own) for own, size in zip(plain.shape, self.shape, strict=True)]

@@ -127,7 +127,9 @@ REQUEST = _table(
         "answers have no such details": "return_cached_tokens_details return_spec_tokens_details "
         "return_input_ids_in_sglext return_output_ids_in_sglext include return_meta_info",
         "there are no adapters": "lora_path lora_id",
-        "clients cannot bring code": "custom_logit_processor custom_params chat_template",
+        "clients cannot bring code": "custom_logit_processor chat_template",
+        "it is for code of clients, or for the ids of tokens that top_p keeps, which no step "
+        "reports": "custom_params",
         "there are no watermarks": "watermark",
         "prefill and decode share a server here": "bootstrap_host bootstrap_port bootstrap_room "
         "bootstrap_pair_key decode_tp_size disagg_prefill_dp_rank disagg_transfer_id",

@@ -15,6 +15,8 @@ from safetensors.numpy import save
 from sgl_jax.checkpoint.array_tensors import read_safetensors
 from sgl_jax.checkpoint.arriving import ArrivingWeights
 from sgl_jax.checkpoint.errors import CheckpointError
+from sgl_jax.checkpoint.finite import is_finite, sample_of
+from sgl_jax.checkpoint.hf_loading import aligned
 from sgl_jax.checkpoint.loading import detect_format, load_params
 from sgl_jax.checkpoint.tensor_files import TensorFiles
 from sgl_jax.checkpoint.trainer_weights import as_checkpoint_tensors
@@ -143,6 +145,28 @@ def test_arrays_of_another_mesh_arrive_unchanged_and_as_copies(engine: tuple[int
     expected = flatten_mapping(load_params(placed, folder, "safetensors"))
     assert_same(flat(params), flat(expected))
     assert all(params[path].sharding == own.array.sharding for path, own in placed.declared.items())
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("offset", [0, 4])  # from memory that a CPU device takes as it is
+def test_arrays_of_the_host_are_copied(offset: int, order: Any) -> None:
+    """Their owner may write to them after the update."""
+    placed, expected = placed_on(GOLDEN / "qwen3", mesh_of(0, 1, 1)), tensors_of(GOLDEN / "qwen3")
+    held = {}
+    for name, tensor in expected.items():
+        memory = aligned([tensor.nbytes + offset], np.uint8)
+        held[name] = memory[offset:].view(tensor.dtype).reshape(tensor.shape, order=order)
+        held[name][...] = tensor
+    params = jax.block_until_ready(made(placed, held))
+    for tensor in held.values():
+        tensor[...] = 0
+    assert_same(flat(params), flat(made(placed, expected)))
+
+
+def test_a_sample_has_all_heads_of_a_matrix() -> None:
+    matrix = np.zeros((768, 8, 128), np.float32)
+    matrix[:, 5] = np.nan
+    assert not is_finite(sample_of(matrix))
 
 
 def as_tunix(name: str, tensor: Any) -> tuple[str, Any]:

@@ -280,6 +280,7 @@ def test_served_weights_may_get_another_label(
     if abort_all_requests:
         assert last.finish_reason
         assert last.finish_reason.type == "abort"
+        assert last.finish_reason.message == "the label of the weights was changed"
         assert last.weight_versions == ((0, str(GOLDEN)),)
     else:
         (first, _), (start, version) = last.weight_versions

@@ -201,17 +201,16 @@ class WeightUpdates:
             text = "some weights were deleted: complete an update, then set the label"
             return refusal(message, text, code="weights_refused", param="new_version")
         self._settle()
-        self._abort_if_asked(message)
+        self._abort_if_asked(message, "the label of the weights was changed")
         version = message.new_version
         self._core.channel.send(WeightsChanged(version=version, is_label=True))
         self._core.change_info(weight_version=version)
         text = f"the weights are now {version!r}"
         return answer(message, calls.VersionUpdated(True, text, version))
 
-    def _abort_if_asked(self, message: _UpdateMessage | UpdateWeightVersion) -> None:
+    def _abort_if_asked(self, message: _UpdateMessage | UpdateWeightVersion, why: str) -> None:
         if message.abort_all_requests:
-            ended = AbortRequest(abort_all=True, message="the weights were updated")
-            self._core.scheduler.handle(ended)
+            self._core.scheduler.handle(AbortRequest(abort_all=True, message=why))
 
     def release(self, message: ReleaseMemory) -> Reply:
         """Delete weights or pools; no step runs until both are there again."""
@@ -251,7 +250,7 @@ class WeightUpdates:
     def _after_change(self, message: _UpdateMessage, version: str, **facts: Any) -> None:
         """End, retract or mark the requests of the old weights, and continue with the new."""
         core = self._core
-        self._abort_if_asked(message)
+        self._abort_if_asked(message, "the weights were updated")
         kept: list[str] = []
         try:
             kept = self._give_up_kv(keeps_running=message.keep_cache)
