@@ -58,15 +58,15 @@ class KVLease:
 
     @property
     def kv_committed_len(self) -> int:
-        return int(self._rows.kv_committed_len[self.row])
+        return self._rows.kv_committed_len.item(self.row)
 
     @property
     def kv_allocated_len(self) -> int:
-        return int(self._rows.kv_allocated_len[self.row])
+        return self._rows.kv_allocated_len.item(self.row)
 
     @property
     def cache_protected_len(self) -> int:
-        return int(self._rows.cache_protected_len[self.row])
+        return self._rows.cache_protected_len.item(self.row)
 
     @property
     def first_pages(self) -> Int32Array:

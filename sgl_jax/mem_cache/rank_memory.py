@@ -223,17 +223,17 @@ class RankMemory:
         recomputed. Raise `LeaseError` if no row is free.
         """
         row = self.row_pool.alloc()
-        lease = KVLease(self.dp_rank, row, self.rows, namespace)
+        lease = self.leases[row] = KVLease(self.dp_rank, row, self.rows, namespace)
+        if len(prefix) < self.page_size:
+            return lease
         match = self.cache.match_prefix(prefix, namespace)
-        if match.length and self.watcher is not None:
-            self.watcher.used(prefix[: match.length], namespace)
-        self.leases[row] = lease
-        if match.length:
+        if length := match.length:
+            if self.watcher is not None:
+                self.watcher.used(prefix[:length], namespace)
             lease.node = match.node
             self.lock(match.pages)
             self.rows.list_pages(row, 0, match.pages)
-            self.set_first_pages(lease, match.length)
-            length = match.length
+            self.set_first_pages(lease, length)
             lease.set_lengths(protected=length, committed=length, allocated=length)
         return lease
 

@@ -26,7 +26,7 @@ from sgl_jax.mem_cache.release import (
 )
 from sgl_jax.mem_cache.row_states import resumable_len
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
-from sgl_jax.mem_cache.tree.prompt_tree import PromptTree
+from sgl_jax.mem_cache.tree.prompt_tree import NO_TOKENS, PromptTree
 from sgl_jax.scheduler.draft_policy import start_drafting
 from sgl_jax.scheduler.forecast.output_lengths import OutputLengths
 from sgl_jax.scheduler.hint_counts import HintCounts
@@ -174,42 +174,43 @@ class RankScheduler:
         sessions are evicted as needed, least recently used first."""
         memory = self.memory
         num_on_tree = cursor.matched  # now: the tree will change
-        lease, start = self._take_lease(request, request.session_lease(memory))
-        needed = self.num_pages_at_most(request) - memory.num_held(lease)
-        self.idle_sessions.evict_for(needed)
-        request.lease, request.dp_rank = lease, self.dp_rank
-        request.matched_len = lease.kv_committed_len
-        request.num_lost += max(request.computed_len - lease.kv_committed_len, 0)
+        lease, start = self._take_lease(request, request.session_lease(memory), num_on_tree)
+        if memory.sessions.num_idle:
+            needed = self.num_pages_at_most(request) - memory.num_held(lease)
+            self.idle_sessions.evict_for(needed)
+        row, num_cached, message = lease.row, lease.kv_committed_len, request.message
+        request.lease, request.dp_rank, request.matched_len = lease, self.dp_rank, num_cached
+        request.num_lost += max(request.computed_len - num_cached, 0)
         if request.num_retractions == 0:
-            request.cached_tokens = lease.kv_committed_len
+            request.cached_tokens = num_cached
             self.num_prompt_tokens += request.prompt_len
-            self.num_cached_tokens += request.cached_tokens
+            self.num_cached_tokens += num_cached
         request.state = RequestState.RUNNING
         stop_ids = request.stop_ids(self._eos_token_ids)
-        self.running.add(lease.row, request, stop_ids)
-        self.columns.length_class[lease.row] = self._output_lengths.class_of(request)
-        self.prompts.enter(lease.row, num_on_tree)
-        start_drafting(self.columns, lease.row, self._max_draft_tokens)
+        self.running.add(row, request, stop_ids)
+        self.columns.length_class[row] = self._output_lengths.class_of(request)
+        self.prompts.enter(row, num_on_tree)
+        if self._max_draft_tokens:
+            start_drafting(self.columns, row, self._max_draft_tokens)
         tokens, images = request.tokens[start:], NO_IMAGES
         if request.images:
             tokens = self._with_slots(lease, request, start)
             images = image_lists(request.images, self._sizes.image_token_side)
-        message = request.message
         self.has_agents |= self._expects_returns and request.is_of_agent
-        self.unsent_admissions[lease.row] = RowAdmission(
-            row=lease.row,
-            tokens=tokens,
-            prompt_len=request.prompt_len,
-            sampling=message.sampling,
-            seed=request.seed(self._random_seed),
-            stop_token_ids=stop_ids,
-            start=start,
-            logprob_ids=tuple(message.token_ids_logprob),
-            logprobs_mode=message.logprobs_mode,
-            prompt_logprobs_mode=message.logprobs_mode if message.scores_output else "raw",
-            images=images,
+        self.unsent_admissions[row] = RowAdmission(
+            row,
+            tokens,
+            request.prompt_len,
+            message.sampling,
+            request.seed(self._random_seed),
+            stop_ids,
+            start,
+            tuple(message.token_ids_logprob),
+            message.logprobs_mode,
+            message.logprobs_mode if message.scores_output else "raw",
+            images,
         )
-        return lease.row
+        return row
 
     def has_images(self, request: Request, cursor: PrefixCursor) -> bool:
         """Return whether the images that `request` would compute or read are, or fit, in the
@@ -229,10 +230,13 @@ class RankScheduler:
             tokens[first : first + len(slots)] = self._sizes.vocab_size + slots
         return tokens[start:]
 
-    def _take_lease(self, request: Request, kept: KVLease | None) -> tuple[KVLease, int]:
+    def _take_lease(
+        self, request: Request, kept: KVLease | None, num_on_tree: int
+    ) -> tuple[KVLease, int]:
         """Return a lease with the request's available prefix; evict one session if no row is free.
 
         `kept` is the lease that the request's session keeps, if the request can resume from it.
+        `num_on_tree` of its tokens are on the tree.
         Also returns the first position that the device needs tokens from: a continued row has the
         rest.
         """
@@ -247,7 +251,8 @@ class RankScheduler:
             release_idle_lease(memory, session_id)  # the turn cannot use it
         if memory.row_pool.num_free == 0:
             self.idle_sessions.evict_oldest()
-        lease = memory.open_lease(request.matchable(), request.namespace)
+        prefix = request.matchable() if num_on_tree else NO_TOKENS
+        lease = memory.open_lease(prefix, request.namespace)
         if session_id is not None:
             memory.sessions.bind(session_id, lease)
         return lease, 0

@@ -131,20 +131,29 @@ class RunningRows:
 
     def add(self, row: int, request: Request, stop_ids: tuple[int, ...]) -> None:
         """Run `request`, with all its known tokens, in `row`."""
-        columns, sampling, count = self.columns, request.message.sampling, len(request.tokens)
-        columns.tokens[row, :count] = request.tokens
+        columns, message, prompt_len = self.columns, request.message, request.prompt_len
+        tokens, sampling = request.tokens, message.sampling
+        count = len(tokens)
+        columns.tokens[row, :count] = tokens
         last_block = count // TOKEN_BLOCK * TOKEN_BLOCK
-        columns.latest[row, : count - last_block] = request.tokens[last_block:]
-        is_scored = request.logprob_next < request.prompt_len
+        columns.latest[row, : count - last_block] = tokens[last_block:]
+        is_scored = request.logprob_next < prompt_len
         score_start = max(request.logprob_next - 1, 0) if is_scored else NOT_SCORED
         columns.records[row] = (
-            *(count, count, 0),  # known, planned, unread drafts
-            *(request.prompt_len + sampling.min_new_tokens, request.max_len, score_start),
-            *(request.message.top_logprobs_num, request.message.return_logprob),
-            *(sampling.grammar is not None, request.message.return_hidden),
-            *(request.message.token_values, count == request.prompt_len),
+            count,  # known
+            count,  # planned
+            0,  # unread drafts
+            prompt_len + sampling.min_new_tokens,
+            request.max_len,
+            score_start,
+            message.top_logprobs_num,
+            message.return_logprob,
+            sampling.grammar is not None,
+            message.return_hidden,
+            message.token_values,
+            count == prompt_len,
         )
-        columns.prompt_len[row] = request.prompt_len
+        columns.prompt_len[row] = prompt_len
         columns.regained_len[row] = count + request.num_lost
         columns.priority[row] = request.priority
         self.priorities.add(request.priority)
@@ -152,7 +161,7 @@ class RunningRows:
         columns.stop_ids[row] = NO_TOKEN
         columns.stop_ids[row, : len(stop_ids)] = stop_ids
         self.num_stop_ids = max(self.num_stop_ids, len(stop_ids))
-        columns.num_logprob_ids[row] = len(request.message.token_ids_logprob)
+        columns.num_logprob_ids[row] = len(message.token_ids_logprob)
         self.requests[row] = request
         columns.rids[row] = request.rid
         active = np.empty(len(self.active) + 1, np.intp)
@@ -174,10 +183,6 @@ class RunningRows:
         last_block = count // TOKEN_BLOCK * TOKEN_BLOCK
         columns.tokens[row, last_block:count] = columns.latest[row, : count - last_block]
         return columns.tokens[row, :count]
-
-    def expected_steps_to_end(self, row: int) -> int:
-        """Return the expected steps to the end of `row`: half of its remaining tokens."""
-        return int(self.columns.max_len[row] - self.columns.planned_len[row]) // 2
 
     def runnable(self) -> RowIndex:
         """Return the active rows that still need a step, oldest first."""

@@ -260,10 +260,10 @@ class StepBuilder:
 
     def _count_needs(self, row: int) -> Need:
         """Return what `row` needs, which changes only as the step is launched."""
-        columns, committed = self.rank.columns, int(self.rank.memory.rows.kv_committed_len[row])
-        num_wanted = int(columns.planned_len[row]) - committed
-        num_unscored = max(int(columns.score_start[row]) - committed, 0)
-        need = self._needs[row] = num_wanted, num_unscored, int(columns.priority[row])
+        columns, committed = self.rank.columns, self.rank.memory.rows.kv_committed_len.item(row)
+        num_wanted = columns.planned_len.item(row) - committed
+        num_unscored = max(columns.score_start.item(row) - committed, 0)
+        need = self._needs[row] = num_wanted, num_unscored, columns.priority.item(row)
         return need
 
     def prefilling_rows(self) -> list[int]:

@@ -638,8 +638,8 @@ MUTATIONS = (
     Mutation(
         "namespaces: open every lease in the default one",
         _RANK,
-        "memory.open_lease(request.matchable(), request.namespace)",
-        "memory.open_lease(request.matchable())",
+        "memory.open_lease(prefix, request.namespace)",
+        "memory.open_lease(prefix)",
     ),
     Mutation(
         "namespaces: a turn does not inherit its session's",
@@ -1459,14 +1459,14 @@ MUTATIONS = (
     Mutation(
         "wait for a better rank without an end",
         _ADMISSION,
-        "return best if self._waiting.delays.is_staying(request, step) else cheapest",
+        "return best if delays.is_staying(request, step) else cheapest",
         "return best",
     ),
     Mutation(
         "wait for a better rank again and again",
         _ADMISSION,
-        "        if stayed is None:\n",
-        "        if not self._waiting.delays.is_staying(request, step):\n",
+        "        if delays.deferred_rank(request) is None:\n",
+        "        if not delays.is_staying(request, step):\n",
     ),
     Mutation(
         "start where most is to be computed",
@@ -2128,8 +2128,8 @@ MUTATIONS = (
     Mutation(
         "pass over the older ones too",
         "sgl_jax/scheduler/waiting/queue_loops.py",
-        "is_before = arrival[line] < arrival[started]",
-        "is_before = arrival[line] != arrival[started]",
+        "is_before = arrival[line] < started_arrival",
+        "is_before = arrival[line] != started_arrival",
     ),
     Mutation(
         "pass over without a count",
@@ -2140,8 +2140,8 @@ MUTATIONS = (
     Mutation(
         "pass over what may not run there",
         "sgl_jax/scheduler/waiting/queue_loops.py",
-        " or not may_run[line] or lines.held_until[line]:\n",
-        " or lines.held_until[line]:\n",
+        "        if not may_run[line] or lines.held_until[line]:\n",
+        "        if lines.held_until[line]:\n",
     ),
     Mutation(
         "let all that were passed over start one after the other",
@@ -2236,8 +2236,8 @@ MUTATIONS = (
     Mutation(
         "read the pages in use of another prefix",
         "sgl_jax/scheduler/waiting/admission_order.py",
-        "in_use[found, lines] = self._count_in_use(",
-        "in_use[found, lines[::-1]] = self._count_in_use(",
+        "self._count_in_use(dp_rank, lines, in_use_at[dp_rank])",
+        "self._count_in_use(dp_rank, lines[::-1], in_use_at[dp_rank])",
     ),
     Mutation(
         "read how many pages are in use on a rank that has not counted them",
@@ -4213,14 +4213,14 @@ MUTATIONS = (
     Mutation(
         "in use: keep what was counted before a start",
         "sgl_jax/scheduler/waiting/admission_order.py",
-        "                    in_use_at.pop(k, None)\n",
-        "",
+        "if in_use_at.pop(dp_rank, None) is not None:",
+        "if in_use_at.get(dp_rank) is not None:",
     ),
     Mutation(
         "in use: keep the lines' counts of before a start",
         "sgl_jax/scheduler/waiting/admission_order.py",
-        "                    in_use[k] = -1\n",
-        "",
+        "in_use[ranks.searchsorted(dp_rank)] = -1",
+        "in_use[ranks.searchsorted(dp_rank), :0] = -1",
     ),
     Mutation(
         "room: take what lacks on the first rank for what lacks on each",

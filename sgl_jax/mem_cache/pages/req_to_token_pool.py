@@ -68,7 +68,9 @@ class RowTables:
 
     def __post_init__(self) -> None:
         self.num_rows, self.num_groups, self.pages_per_row = self.pages.shape
-        _, self.cache_protected_len, self.kv_committed_len, self.kv_allocated_len = self.lengths
+        self.cache_protected_len: Int32Array = self.lengths[1]
+        self.kv_committed_len: Int32Array = self.lengths[2]
+        self.kv_allocated_len: Int32Array = self.lengths[3]
         # The tokens before a half's first state; `NO_STATE` if it has none, or none with known
         # length.
         self.state_lens = self.states[:2]

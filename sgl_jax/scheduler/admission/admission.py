@@ -329,11 +329,11 @@ class Admission:
         step: int,
     ) -> Option | None:
         """Return the best rank for a request, even if it must wait; None if it fits no rank now."""
-        home, stayed = self._home_of(request), self._waiting.delays.deferred_rank(request)
+        home, delays = self._home_of(request), self._waiting.delays
         options.begin(request, home)
         if self.args.load_balance_method == "round_robin" and home is None:
             # A request that waited for a prefix in flight goes to its rank, if possible.
-            fitting = options.fitting(offer)
+            fitting, stayed = options.fitting(offer), delays.deferred_rank(request)
             if stayed not in fitting:
                 stayed = min(fitting, key=lambda k: (k < self._next_rank, k), default=None)
             return None if stayed is None else options.option(stayed)
@@ -346,10 +346,10 @@ class Admission:
         if best.fits or best.leader is not None:
             return best
         # A request waits for a rank only once, for as many steps as the saved tokens take.
-        if stayed is None:
+        if delays.deferred_rank(request) is None:
             num_steps = 1 + (cheapest.cost - best.cost) // rooms[best.dp_rank].chunk_size
-            self._waiting.delays.stay(request, best.dp_rank, step + num_steps)
-        return best if self._waiting.delays.is_staying(request, step) else cheapest
+            delays.stay(request, best.dp_rank, step + num_steps)
+        return best if delays.is_staying(request, step) else cheapest
 
     def _start(self, room: RankCapacity, request: Request) -> None:
         dp_rank, num_free = room.dp_rank, room.num_free
@@ -367,8 +367,9 @@ class Admission:
 
 def _note_open_tenants(offer: Offer, dp_rank: int, open_tenants: BoolArray | None) -> None:
     """Record on which tenants a rank has no limit, bool[tenants]; None if it has one on all."""
-    by_number = offer.open_tenants[dp_rank]
-    by_number[:] = False if open_tenants is None else open_tenants[: len(by_number)]
+    offer.open_tenants[dp_rank] = (
+        False if open_tenants is None else open_tenants[: offer.open_tenants.shape[1]]
+    )
 
 
 def _allowed(ranks: Sequence[_T], request: Request) -> Sequence[_T]:

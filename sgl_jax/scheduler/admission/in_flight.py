@@ -64,9 +64,8 @@ class InFlight:
         """Return the rank, the joint row, the published length and the token after it, of each row
         that may compute a part of the prefix of a request tried on `ranks`, int64[n, 4], and the
         column of tokens."""
-        if self._unlisted:
-            for dp_rank in self._unlisted.intersection(ranks):
-                self._list(dp_rank)
+        for dp_rank in [each for each in self._unlisted if each in ranks]:
+            self._list(dp_rank)
         return self._rows[: self._num_rows], self._tokens
 
     def leader(

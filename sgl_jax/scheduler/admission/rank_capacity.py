@@ -171,7 +171,7 @@ class RankCapacity:
     @property
     def num_free(self) -> int:
         """Return the pages that no running request holds, or needs for its known tokens."""
-        return self._num_total - int(self._rooms["pages"][self.dp_rank, 0])
+        return self._num_total - int(self._rooms["pages"].item(self.dp_rank, 0))
 
     def pages_short(self, request: Request, num_pages: int) -> int:
         """Return the pages that `request` lacks if it takes `num_pages` here; <= 0 if none."""
@@ -266,7 +266,7 @@ class RankCapacity:
             self._forecast.start(self.dp_rank, row)
         self._most_growth += self.rank.memory.request_pages(request.max_kv_len)
         self._preemptible = self._sorted_ends = None
-        end = self.rank.running.expected_steps_to_end(row)
+        end = (request.max_len - len(request.tokens)) // 2  # `expected_steps_to_ends`
         self._soonest_end = end if self._soonest_end is None else min(self._soonest_end, end)
         self._update()
         self.in_flight.add(self.dp_rank, row)

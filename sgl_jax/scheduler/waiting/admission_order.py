@@ -156,10 +156,9 @@ class AdmissionOrder:
                     break
                 line = int(order[index])
                 if found >= 0:
-                    lines = order[index : index + _COUNTED_AT_ONCE]
-                    in_use[found, lines] = self._count_in_use(
-                        int(ranks[found]), lines, in_use_at[found]
-                    )
+                    lines, dp_rank = order[index : index + _COUNTED_AT_ONCE], int(ranks[found])
+                    counted = self._count_in_use(dp_rank, lines, in_use_at[dp_rank])
+                    in_use[found, lines] = counted
                     continue
                 index += 1
                 if found == MAY_HOLD:
@@ -168,9 +167,9 @@ class AdmissionOrder:
                 yield line, True
                 # A start puts its prefix in use, and may split nodes of the tree.
                 while offer.started_on:
-                    k = int(ranks.searchsorted(offer.started_on.pop()))
-                    in_use[k] = -1
-                    in_use_at.pop(k, None)
+                    dp_rank = offer.started_on.pop()
+                    if in_use_at.pop(dp_rank, None) is not None:
+                        in_use[ranks.searchsorted(dp_rank)] = -1
                 while offer.passed_by:
                     least[:, self._alike(offer.passed_by.pop(), least.shape[1])] = NEVER
 

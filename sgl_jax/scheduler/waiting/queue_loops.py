@@ -313,20 +313,22 @@ def pass_over(
     needs, tenant, arrival, service = lines.needs, lines.tenant, lines.arrival, lines.service
     assert 0 <= dp_rank < len(lines.may_run)
     may_run, cached_pages = lines.may_run[dp_rank], lines.cached_pages[dp_rank]
-    assert 0 <= started < end <= len(needs)
+    assert 0 <= started < end <= len(needs) == len(arrival) == len(tenant)
     assert 0 <= tenant[started] < len(turns)
     started_turn, started_priority = turns[tenant[started]], needs[started].priority
+    started_arrival, started_tenant = arrival[started], tenant[started]
     for line in range(end):
-        if not lines.is_waiting[line]:
-            continue
-        assert 0 <= tenant[line] < len(turns)
-        turn, need = turns[tenant[line]], needs[line]
-        is_before = turn < started_turn
-        if turn == started_turn:
-            is_before = arrival[line] < arrival[started]
+        is_before = arrival[line] < started_arrival
+        if tenant[line] != started_tenant:
+            assert 0 <= tenant[line] < len(turns)
+            turn = turns[tenant[line]]
+            is_before = turn < started_turn or (turn == started_turn and is_before)
         # Usually most lines come later.
-        if not (is_before or was_due) or not may_run[line] or lines.held_until[line]:
+        if not (is_before or was_due) or not lines.is_waiting[line]:
             continue
+        if not may_run[line] or lines.held_until[line]:
+            continue
+        need = needs[line]
         if is_before and need.priority >= started_priority:
             num_passes, is_large = 1, need.pages - cached_pages[line] > num_free
             if is_large and cached_pages[started] <= cached_pages[line]:

@@ -168,7 +168,7 @@ class WaitingQueue:
         line = request.line
         del self._requests[request.rid], self._by_line[line]
         self.prompts.unfollow(self._prefixes.pop(line))
-        self.priorities.remove(int(self._columns.lines.needs["priority"][line]))
+        self.priorities.remove(request.priority)
         self.num_pinned[request.message.dp_rank] -= 1
         self._tenants.queue(request.tenant, -1)
         self._columns.free_line(line)
