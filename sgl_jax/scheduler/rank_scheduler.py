@@ -198,17 +198,17 @@ class RankScheduler:
             images = image_lists(request.images, self._sizes.image_token_side)
         self.has_agents |= self._expects_returns and request.is_of_agent
         self.unsent_admissions[row] = RowAdmission(
-            row,
-            tokens,
-            request.prompt_len,
-            message.sampling,
-            request.seed(self._random_seed),
-            stop_ids,
-            start,
-            tuple(message.token_ids_logprob),
-            message.logprobs_mode,
-            message.logprobs_mode if message.scores_output else "raw",
-            images,
+            row=row,
+            tokens=tokens,
+            prompt_len=request.prompt_len,
+            sampling=message.sampling,
+            seed=request.seed(self._random_seed),
+            stop_token_ids=stop_ids,
+            start=start,
+            logprob_ids=tuple(message.token_ids_logprob),
+            logprobs_mode=message.logprobs_mode,
+            prompt_logprobs_mode=message.logprobs_mode if message.scores_output else "raw",
+            images=images,
         )
         return row
 
