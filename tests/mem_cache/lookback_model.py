@@ -10,6 +10,7 @@ holds its last page of tokens, or none. The four sentences of the specification 
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from sgl_jax.core.engine_sizes import CacheGroup
 from tests.mem_cache.tree_model import Tokens
@@ -23,6 +24,12 @@ class Lock:
         self.firsts = firsts
 
 
+@lru_cache(1 << 16)
+def prefixes_of(tokens: Tokens, page_size: int, first_end: int) -> list[Tokens]:
+    """The prefixes of whole pages with at least `first_end` tokens; not to be changed."""
+    return [tokens[:end] for end in range(first_end, len(tokens) + 1, page_size)]
+
+
 class LookbackModel:
     """`pages[prefix][group]` is the page of the prefix's last page of tokens, 0 for none."""
 
@@ -31,9 +38,10 @@ class LookbackModel:
         self.page_size = page_size
         self.pages: dict[Tokens, list[int]] = {}
         self.locks: list[Lock] = []
+        self._lookbacks: dict[Tokens, list[list[Tokens]]] = {}  # of a prefix, once asked for
 
     def prefixes(self, tokens: Tokens) -> list[Tokens]:
-        return [tokens[:end] for end in range(self.page_size, len(tokens) + 1, self.page_size)]
+        return prefixes_of(tokens, self.page_size, self.page_size)
 
     def first_read(self, group: int, length: int) -> int:
         """The first page that the token after `length` reads."""
@@ -43,7 +51,15 @@ class LookbackModel:
     def lookback(self, group: int, prefix: Tokens) -> list[Tokens]:
         """The prefixes whose values are read to go on from `prefix`."""
         first_end = (self.first_read(group, len(prefix)) + 1) * self.page_size
-        return [prefix[:end] for end in range(first_end, len(prefix) + 1, self.page_size)]
+        return prefixes_of(prefix, self.page_size, first_end)
+
+    def lookbacks(self, prefix: Tokens) -> list[list[Tokens]]:
+        """The lookback of each group."""
+        found = self._lookbacks.get(prefix)
+        if found is None:
+            groups = range(len(self.groups))
+            found = self._lookbacks[prefix] = [self.lookback(each, prefix) for each in groups]
+        return found
 
     # 1. Position l of a path can be resumed if, for every component, all values in its lookback
     # are there. A hit is the deepest such l.
@@ -51,8 +67,8 @@ class LookbackModel:
     def can_resume(self, prefix: Tokens) -> bool:
         if prefix not in self.pages:
             return False
-        for group in range(len(self.groups)):
-            for each in self.lookback(group, prefix):
+        for group, lookback in enumerate(self.lookbacks(prefix)):
+            for each in lookback:
                 if not self.pages[each][group]:
                     return False
         return True
@@ -81,7 +97,7 @@ class LookbackModel:
         """Everything dead leaves that no lease holds: values, and tokens that lead nowhere."""
         ends = list(filter(self.can_resume, self.pages))
         windows = [group for group, each in enumerate(self.groups) if each.sliding_window]
-        needed = {g: {each for end in ends for each in self.lookback(g, end)} for g in windows}
+        needed = {g: {each for end in ends for each in self.lookbacks(end)[g]} for g in windows}
         leading = self.locked_paths().union(*map(self.prefixes, ends))
         held = self.locked()
         for prefix in list(self.pages):

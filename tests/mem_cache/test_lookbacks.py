@@ -1,6 +1,7 @@
 """Windows on the tree, beside the model that is the rule of lookbacks written down."""
 
 import random
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -16,7 +17,7 @@ from sgl_jax.mem_cache.tree.cache_walk import audit_cache
 from sgl_jax.mem_cache.tree.prefix_cursor import PrefixCursor
 from sgl_jax.mem_cache.tree.prompt_tree import PromptTree, RankPrompts
 from sgl_jax.mem_cache.tree.radix_cache import RadixCache
-from sgl_jax.mem_cache.tree.tree_component import LeaseOffer
+from sgl_jax.mem_cache.tree.tree_component import FirstPages, LeaseOffer
 from sgl_jax.mem_cache.tree_node import TreeNode
 from tests.mem_cache.lookback_model import Lock, LookbackModel
 from tests.mem_cache.tree_model import (
@@ -33,6 +34,7 @@ from tests.mem_cache.tree_model import (
 from tests.support.long import long_but
 
 ROW = 1
+Audit = Callable[[RadixCache, Sequence[tuple[TreeNode, FirstPages]]], None]
 
 
 def values_on_tree(cache: RadixCache) -> dict[Tokens, list[int]]:
@@ -74,7 +76,8 @@ class LookbackMachine(RuleBasedStateMachine):
     def start(self, layout: int, page_size: int, policy: str) -> None:
         self.begin(layout, page_size, policy)
 
-    def begin(self, layout: int, page_size: int, policy: str) -> None:
+    def begin(self, layout: int, page_size: int, policy: str, audit: Audit = audit_cache) -> None:
+        self.audit = audit
         self.page_size = page_size
         self.groups = [
             CacheGroup(window, pool, (), *rest)
@@ -164,6 +167,7 @@ class LookbackMachine(RuleBasedStateMachine):
             end = min(length + chunk * self.page_size, len(tokens))
             zeros = [self.model.first_read(group, length) for group in range(len(self.groups))]
             self.offer(tokens[:end], length, zeros, lock)
+            self.after_a_chunk()
             lock, length = self.model.locks[-1], end
             for group, first in enumerate(zeros):
                 # What a row without a snapshot at its end has not locked it does not read.
@@ -171,6 +175,9 @@ class LookbackMachine(RuleBasedStateMachine):
                 self.unlock_passed(
                     len(self.nodes) - 1, group, first if is_read else end // self.page_size
                 )
+
+    def after_a_chunk(self) -> None:
+        """The place for further checks while a prompt is computed."""
 
     @precondition(lambda self: self.nodes)
     @rule(data=st.data())
@@ -361,7 +368,7 @@ class LookbackMachine(RuleBasedStateMachine):
     @invariant()
     def agrees_with_the_model(self) -> None:
         model = self.model
-        audit_cache(
+        self.audit(
             self.cache,
             [(node, lock.firsts) for node, lock in zip(self.nodes, model.locks, strict=True)],
         )

@@ -21,7 +21,7 @@ _SPAN = 1000
 def in_namespace(tokens: Tokens, namespace: str) -> Tokens:
     """What the model calls `tokens` of this namespace."""
     shift = _SPAN * NAMESPACES.index(namespace)
-    return tuple(token + shift for token in tokens)
+    return tuple(token + shift for token in tokens) if shift else tuple(tokens)
 
 
 def namespace_of(tokens: Tokens) -> str:
@@ -124,10 +124,10 @@ def tokens_to(node: TreeNode) -> Tokens:
     parts = []
     step: TreeNode | None = node
     while step is not None:
-        parts.append(tuple(step.key.tolist()))
+        parts.append(step.key)
         step = step.parent
-    tokens = tuple(token for part in reversed(parts) for token in part)
-    return in_namespace(tokens, node.namespace)
+    shift = _SPAN * NAMESPACES.index(node.namespace)
+    return tuple((np.concatenate(parts[::-1]) + shift).tolist())
 
 
 def cached_pages(tree: RadixTree) -> dict[Tokens, int]:

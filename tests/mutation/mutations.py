@@ -4531,8 +4531,14 @@ MUTATIONS = (
     Mutation(
         "working set: order by the longest prefix while a rank thrashes",
         _LINES,
-        "        if uses_cached_len and is_thrashing:\n",
+        "        if by_tokens and is_thrashing:\n",
         "        if False:\n",
+    ),
+    Mutation(
+        "working set: order due requests by tokens to compute, not by arrival",
+        _LINES,
+        "uses_cached_len and not is_starved[line]",
+        "uses_cached_len",
     ),
     Mutation(
         "working set: try a request in each step",

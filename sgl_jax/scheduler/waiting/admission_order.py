@@ -1,9 +1,9 @@
 """Orders waiting requests for admission, from their columns.
 
 The order is by priority; service of the tenant, if tenants have shares; too many passes over it;
-retraction, since retracted requests have output to lose; with `lpm`, the longest cached prefix, or
-while all ranks thrash (`working_set.py`) the fewest tokens to compute; the least served tenant;
-with `lpm`, the reuse of its prefix by other waiting requests; and arrival.
+retraction, since retracted requests have output to lose; with `lpm`, unless the request is due, the
+longest cached prefix, or while all ranks thrash (`working_set.py`) the fewest tokens to compute;
+the least served tenant; with `lpm`, the reuse of its prefix by other waiting requests; and arrival.
 """
 
 from collections import defaultdict

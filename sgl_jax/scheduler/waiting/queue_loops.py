@@ -280,9 +280,11 @@ def order_keys(
         key = min(level[line], MOST_LEVELS) << 1
         key = (key + (not is_starved[line])) << 1
         key = (key + (not lines.is_retracted[line])) << _CACHED_BITS
-        if uses_cached_len and is_thrashing:
+        # Due requests come by arrival: one with much to compute would wait for all that become due.
+        by_tokens = uses_cached_len and not is_starved[line]
+        if by_tokens and is_thrashing:
             key += min(lines.needs[line].pages - lines.most_cached[line], MOST_CACHED)
-        elif uses_cached_len:
+        elif by_tokens:
             key += MOST_CACHED - min(lines.most_cached[line], MOST_CACHED)
         key = (key << _TURN_BITS) + min(turn[line], MOST_TURNS)
         num_before = min(lines.arrival[line] - first_arrival, MOST_ARRIVALS)

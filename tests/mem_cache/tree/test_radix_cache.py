@@ -1,5 +1,7 @@
 """The radix cache against a brute-force model, through everything that can happen to it."""
 
+import random
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -83,16 +85,19 @@ class RadixCacheMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def extend_what_is_locked(self, data: st.DataObject) -> None:
         i = data.draw(st.integers(0, len(self.locks) - 1))
-        prefix = self.model.locked[i]
-        added = data.draw(token_lists(self.page_size))
+        self.extend(i, data.draw(token_lists(self.page_size)))
+
+    def extend(self, i: int, added: Tokens) -> None:
+        prefix = self.model.locked.pop(i)
         tokens = prefix + in_namespace(added, namespace_of(prefix))
-        node = self.locks.pop(i)
-        self.model.locked.pop(i)
-        self.accept(tokens, len(prefix), node)
+        self.accept(tokens, len(prefix), self.locks.pop(i))
 
     @rule(data=st.data(), namespace=st.sampled_from(NAMESPACES))
     def match(self, data: st.DataObject, namespace: str) -> None:
-        tokens = in_namespace(data.draw(token_lists(self.page_size, ragged=True)), namespace)
+        tokens = data.draw(token_lists(self.page_size, ragged=True))
+        self.match_tokens(in_namespace(tokens, namespace), namespace)
+
+    def match_tokens(self, tokens: Tokens, namespace: str) -> None:
         expected = self.model.longest_match(tokens)
         match = self.cache.match_prefix(array_of(tokens), namespace)
         assert match.length == len(expected)
@@ -109,8 +114,10 @@ class RadixCacheMachine(RuleBasedStateMachine):
     def match_more_than_is_locked(self, data: st.DataObject) -> None:
         """The lock moves to where the longer match ends."""
         i = data.draw(st.integers(0, len(self.locks) - 1))
+        self.match_more(i, data.draw(token_lists(self.page_size, ragged=True)))
+
+    def match_more(self, i: int, more: Tokens) -> None:
         prefix, namespace = self.model.locked[i], self.locks[i].namespace
-        more = data.draw(token_lists(self.page_size, ragged=True))
         tokens = prefix + in_namespace(more, namespace)
         expected = self.model.longest_match(tokens)
         below = self.model.pages_of(expected)[len(prefix) // self.page_size :]
@@ -129,6 +136,9 @@ class RadixCacheMachine(RuleBasedStateMachine):
     @rule(data=st.data(), namespace=st.sampled_from(NAMESPACES))
     def peek_changes_nothing(self, data: st.DataObject, namespace: str) -> None:
         tokens = in_namespace(data.draw(token_lists(self.page_size, ragged=True)), namespace)
+        self.peek(tokens, namespace)
+
+    def peek(self, tokens: Tokens, namespace: str) -> None:
         expected = self.model.longest_match(tokens)
         before = shape_of(self.cache.tree)
         assert self.cache.peek(array_of(tokens), namespace) == len(expected)
@@ -169,6 +179,33 @@ class RadixCacheMachine(RuleBasedStateMachine):
         self.cache.reset()
         self.model.reset()
         assert not self.cache.tree.root.children
+
+    def one_thing(self, rng: random.Random) -> None:
+        dice, namespace = rng.randrange(12), rng.choice(["", "", "red"])
+        pages = [rng.choice([(1,), (1,), (3,)]) * self.page_size for _ in range(rng.randint(1, 8))]
+        plain = tuple(token for page in pages for token in page)
+        tokens = in_namespace(plain, namespace)
+        i = rng.randrange(len(self.locks)) if self.locks else None
+        if len(self.locks) > 6:
+            self.unlock(0)
+        elif dice < 3:
+            self.accept(tokens, 0)
+        elif dice < 5:
+            self.match_tokens(tokens[: len(tokens) - rng.randrange(self.page_size)], namespace)
+        elif dice == 5:
+            self.peek(tokens, namespace)
+        elif dice == 6:
+            self.evict(rng.randint(0, 12))
+        elif dice == 7 or i is None:
+            self.evict(1)
+        elif dice == 8 and len(self.model.locked[i]) < 20 * self.page_size:
+            self.extend(i, plain)
+        elif dice == 9:
+            self.match_more(i, plain)
+        elif rng.random() < 0.03:
+            self.reset()
+        else:
+            self.unlock(i)
 
     @invariant()
     def agrees_with_the_model(self) -> None:

@@ -88,3 +88,21 @@ def test_arrivals_count_from_the_first_that_may_start() -> None:
     keys = keys_of([0, far + 2, far, far + 1], np.array([False, True, True, True]))
     assert keys[0] == LAST
     assert keys.argsort().tolist() == [2, 3, 1, 0]
+
+
+@pytest.mark.parametrize("is_thrashing", [False, True])
+def test_due_requests_come_by_arrival_and_the_rest_by_tokens(*, is_thrashing: bool) -> None:
+    least, lines = np.ones((1, 4), np.int32), Lines.empty(1, 4)
+    lines.arrival[:] = [0, 1, 2, 3]
+    lines.needs["pages"] = 9
+    lines.most_cached[:] = [1, 5, 1, 5]
+    keys, _ = order_keys(
+        least,
+        True,
+        is_thrashing,
+        np.zeros(4, np.int64),
+        np.zeros(4, np.int32),
+        np.array([False, False, True, True]),
+        lines,
+    )
+    assert keys.argsort().tolist() == [2, 3, 1, 0]
