@@ -24,7 +24,8 @@ _ROW_STRIDE = 16
 def non_finite_parameters(params: Mapping[Path, jax.Array], *, check_all: bool) -> list[Path]:
     """Return the paths of the parameters with a NaN or an infinity.
 
-    Without `check_all`, only every sixteenth row of large matrices is checked.
+    Without `check_all`, only every sixteenth entry of a large array's longest axis but the last is
+    checked.
     """
     floats = {path: own for path, own in params.items() if jnp.issubdtype(own.dtype, jnp.floating)}
     are_finite = _are_finite(list(floats.values()), check_all)
@@ -40,9 +41,10 @@ def sample_of(array: Any) -> Any:
     """Return the part of a numpy or jax array that is checked."""
     if array.size <= _WHOLE_SIZE:
         return array
-    if array.shape[0] >= _ROW_STRIDE**2:  # rows of [inputs, heads, head size], too
-        return array[::_ROW_STRIDE]
-    return array[..., ::_ROW_STRIDE, :]
+    # The longest axis is that of rows: not heads, experts or layers.
+    lengths = array.shape[:-1] or array.shape
+    axis = lengths.index(max(lengths))
+    return array[(slice(None),) * axis + (slice(None, None, _ROW_STRIDE),)]
 
 
 def is_finite(tensor: NDArray[Any]) -> bool:

@@ -60,10 +60,12 @@ class WeightUpdate:
         on any thread, one call at a time. Raises CheckpointError; then the update is useless."""
         with jax.transfer_guard("allow"):
             self._arriving.add(tensors)
-            for path in self._arriving.ready():
-                drop = partial(self._drop_served, path) if self._drop_served else _keep
-                self.params[path] = self._arriving.make(path, drop)
-            jax.block_until_ready(self.params)  # the tensors' owner may change or donate them
+            try:
+                for path in self._arriving.ready():
+                    drop = partial(self._drop_served, path) if self._drop_served else _keep
+                    self.params[path] = self._arriving.make(path, drop)
+            finally:  # the tensors' owner may change or donate them
+                jax.block_until_ready(self.params)
 
     @property
     def missing(self) -> set[str]:

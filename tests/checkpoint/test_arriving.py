@@ -163,10 +163,22 @@ def test_arrays_of_the_host_are_copied(offset: int, order: Any) -> None:
     assert_same(flat(params), flat(made(placed, expected)))
 
 
-def test_a_sample_has_all_heads_of_a_matrix() -> None:
-    matrix = np.zeros((768, 8, 128), np.float32)
-    matrix[:, 5] = np.nan
-    assert not is_finite(sample_of(matrix))
+@pytest.mark.parametrize(
+    ("shape", "where"),
+    [
+        ((768, 8, 128), (slice(None), 5)),  # a head
+        ((4, 512, 8, 64), (2, slice(None), 3)),  # a head of a layer
+        ((256, 512, 64), (1,)),  # an expert
+        ((3, 1024, 256), (1,)),  # a layer
+        ((2**19,), ()),
+    ],
+)
+def test_a_sample_has_a_part_of_each_head_expert_and_layer(
+    shape: tuple[int, ...], where: tuple[Any, ...]
+) -> None:
+    array = np.zeros(shape, np.float32)
+    array[where] = np.nan
+    assert not is_finite(sample_of(array))
 
 
 def as_tunix(name: str, tensor: Any) -> tuple[str, Any]:

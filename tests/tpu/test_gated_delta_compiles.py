@@ -1,5 +1,7 @@
 """The TPU's own compiler accepts gated delta nets, and changes their states in place."""
 
+import itertools
+
 import jax.numpy as jnp
 import pytest
 
@@ -81,9 +83,19 @@ OTHERS = {
 }
 
 
+# 36 rows of convolution states a slot, no multiple of a tile's: tpu7x stores them in another order
+# than the kernel's, and copies them.
+COPIED = ("decays by channel, a chip of eight", "tpu7x")
+
+
+def _other_cases():
+    for case in itertools.product(OTHERS, CHIPS):
+        is_copied = pytest.mark.xfail(strict=True, reason="convolution states are copied")
+        yield pytest.param(*case, marks=is_copied if case == COPIED else ())
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("generation", CHIPS)
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(("name", "generation"), _other_cases())
 def test_other_shapes_compile(name, generation, tpu_mesh):
     shape = dict(OTHERS[name])
     check(tpu_mesh(generation), shape.pop("tp"), shape.pop("tokens"), **shape)

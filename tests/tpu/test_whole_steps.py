@@ -75,8 +75,6 @@ LAYOUTS = (
     ("smollm3-3b", "tpu7x-2", 1, 1, None, "mixed"),
     ("ministral-3-8b", "v6e-1", 1, 1, None, "mixed"),
     ("ministral-3-8b", "tpu7x-2", 1, 1, None, "decode"),
-    ("olmo-3-7b", "v6e-1", 1, 1, None, "mixed"),
-    ("olmo-3-7b", "tpu7x-2", 1, 1, None, "decode"),
     ("seed-oss-36b", "v6e-4", 1, 4, None, "decode"),
     ("seed-oss-36b", "tpu7x-2", 1, 2, None, "mixed"),
     ("qwen3-8b", "v6e-1", 1, 1, None, "decode"),
@@ -93,8 +91,6 @@ LAYOUTS = (
     ("glm-4.5-air", "v6e-8", 1, 8, 32, "decode"),
     ("glm-4.5-air", "tpu7x-8", 1, 8, None, "mixed"),
     ("granite-4.0-h-small", "v6e-4", 1, 4, None, "mixed"),
-    ("granite-4.0-h-small", "tpu7x-2", 1, 2, None, "decode"),
-    ("nemotron-3-nano-30b-a3b", "v6e-4", 1, 4, None, "mixed"),
     ("nemotron-3-nano-30b-a3b", "tpu7x-2", 1, 1, None, "decode"),
 )
 
