@@ -41,9 +41,14 @@ def audit_cache(cache: RadixCache, locks: Sequence[tuple[TreeNode, FirstPages]])
     for component in cache.tree.components:
         component.audit(nodes, ends)
     cache.cursors.audit()
-    if cache.tree.resumable is not None:
-        cache.tree.resumable.audit(nodes)
-    audit_shape(cache.tree, nodes)
+    _audit_places(cache.tree, nodes)
+
+
+def _audit_places(tree: RadixTree, nodes: Sequence[TreeNode]) -> None:
+    """Check the resumable positions of nodes, and their places on the tree."""
+    if tree.resumable is not None:
+        tree.resumable.audit(nodes)
+    audit_shape(tree, nodes)
 
 
 def audit_shape(tree: RadixTree, nodes: Sequence[TreeNode]) -> None:
@@ -97,9 +102,7 @@ class CacheWalk:
             self._check_pages(component.pool, *pages)
         for component in components:
             component.audit_nodes(nodes, ends)
-        if self._cache.tree.resumable is not None:
-            self._cache.tree.resumable.audit(nodes)
-        audit_shape(self._cache.tree, nodes)
+        _audit_places(self._cache.tree, nodes)
 
     def check_rest(self, pool: int) -> None:
         """Raise `LedgerError` if the tree owns a page that no node has; call it after all nodes."""
