@@ -63,8 +63,8 @@ def as_checkpoint_tensors(name: str, array: Any) -> Iterator[tuple[str, Any]]:
 def in_buckets(weights: Weights) -> Iterator[tuple[dict[str, Any], bool]]:
     """Yield the tensors of `weights` by their names in a checkpoint, and True with the last.
 
-    A tree is one bucket, of its own arrays. Of an iterator, which may make arrays one at a time,
-    the buckets are copies in host memory, so that each array can be dropped once the next is made.
+    A tree is a single bucket and is not copied. An iterator may create arrays one at a time, so its
+    buckets are copies in host memory: each array can be freed before the next is created.
     """
     if isinstance(weights, Mapping):
         yield dict(_named(weights)), True
